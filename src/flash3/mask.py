@@ -191,7 +191,7 @@ class Mask:
         return key_blocks(first_row, last_row, k_len, block, self.bounds(q_len, k_len), self.kind)
 
     def dense(self, q_len: int, k_len: int) -> np.ndarray:
-        """The mask as a bool array (q_len, k_len), True where the key is visible; straight from the definition, for tests and small cases."""
+        """The mask as a bool array (q_len, k_len), True where the key is visible: straight from the definition, for small cases."""
         q_offset = k_len - q_len if self.q_offset is None else self.q_offset
         p = (np.arange(q_len, dtype=np.int64) + q_offset)[:, None]
         key = (np.arange(k_len, dtype=np.int64) + self.k_offset)[None, :]
