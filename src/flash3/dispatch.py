@@ -1,4 +1,4 @@
-"""Which backend serves a problem: the first of `BACKENDS` that supports it. Nothing falls back in silence: `explain` names every refusal."""
+"""Which backend serves a problem: the first of `BACKENDS` that supports it. Nothing falls back in silence: `explain` names each refusal."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ class Explanation:
 
     def __str__(self) -> str:
         s, z = self.problem.spec, self.problem.sizes
+        widths = f"head_dim {s.head_dim}, value_dim {s.value_dim}"
         lines = [
-            f"{s.task.value}, {s.dtype.value} -> {s.out_dtype.value}, head_dim {s.head_dim}, value_dim {s.value_dim}, on {self.problem.device}",
+            f"{s.task.value}, {s.dtype.value} -> {s.out_dtype.value}, {widths}, on {self.problem.device}",
             f"batch {z.batch}, {z.heads_q} query and {z.heads_kv} key heads, mask {s.mask_kind.value}",
             f"up to {z.q_len} queries ({s.q_sequences.value}) and {z.k_len} keys ({s.k_sequences.value})",
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-import operator
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -77,7 +77,6 @@ class TensorInfo:
     strides: tuple[int, ...]
     device: Device = CPU
     aligned: bool = True  # its start is a multiple of 16 bytes
-    requires_grad: bool = False
 
     @property
     def type_name(self) -> str:
@@ -189,7 +188,7 @@ class Problem:
             TypeError: an argument of the wrong type, or tensors whose dtypes do not go together.
             ValueError: a shape, size or number outside what is allowed; the message names argument, value and what is.
         """
-        _check_types(request)
+        check_options(request.mask, request.scale, request.softcap)
         r = request.map_tensors(info)
         _check_tensors(r)
         batch = _check_layouts(r)
@@ -204,23 +203,39 @@ def default_scale(request: Request) -> float:
     return request.q.shape[-1] ** -0.5 if request.scale is None else float(request.scale)
 
 
-def _check_types(r: Request) -> None:
-    if not isinstance(r.mask, Mask):
+def check_options(mask: Any, scale: Any, softcap: Any) -> None:
+    """The arguments that are no tensors.
+
+    Raises:
+        TypeError: mask is no Mask, scale or softcap no number.
+        ValueError: scale or softcap not finite, softcap negative.
+    """
+    if not isinstance(mask, Mask):
         raise TypeError(
-            f"mask must be a flash3.Mask or None, got {type(r.mask).__name__}: additive or boolean mask tensors are not supported; "
+            f"mask must be a flash3.Mask or None, got {type(mask).__name__}: additive or boolean mask tensors are not supported; "
             "say what is visible with Mask(causal=…, left=…, right=…, chunk=…)"
         )
-    for name, value in (("scale", r.scale), ("softcap", r.softcap)):
+    for name, value in (("scale", scale), ("softcap", softcap)):
         if value is None and name == "scale":
             continue
-        try:
-            number = float(operator.index(value)) if isinstance(value, int) else float(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"{name} must be a number, got {value!r}") from None
-        if not math.isfinite(number):
-            raise ValueError(f"{name} must be finite, got {number}")
-    if r.softcap < 0:
-        raise ValueError(f"softcap must be >= 0 (0 is off), got {r.softcap}")
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+    if softcap < 0:
+        raise ValueError(f"softcap must be >= 0 (0 is off), got {softcap}")
+
+
+def check_differentiable(dtype: DType | str, has_qv: bool) -> None:
+    """To be asked where a gradient is wanted.
+
+    Raises:
+        ValueError: float8 inputs, or qv: these have no gradient.
+    """
+    if isinstance(dtype, DType) and dtype.is_float8:
+        raise ValueError(f"requires_grad: {dtype.value} inputs have no gradient; detach q, k and v, or use bfloat16 or float16")
+    if has_qv:
+        raise ValueError("requires_grad: attention with qv has no gradient; detach its inputs")
 
 
 def _check_tensors(r: Request) -> None:
@@ -249,8 +264,6 @@ def _check_tensors(r: Request) -> None:
         largest = 512 if t is v and r.qv is not None else 256
         if t.shape[-1] % step or not 0 < t.shape[-1] <= largest:
             raise ValueError(f"{name} must be a multiple of {step} from {step} to {largest} for {q.type_name}, got {t.shape[-1]}")
-    if q.dtype.is_float8 and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError(f"requires_grad: {q.type_name} inputs have no gradient; detach q, k and v, or use bfloat16 or float16")
 
 
 def _check_ranks(r: Request) -> None:
@@ -340,8 +353,6 @@ def _check_extras(r: Request, batch: int) -> None:
         wanted = (*q.shape[:-1], r.v.shape[-1])
         if r.qv.shape != wanted or r.qv.dtype != q.dtype:
             raise ValueError(f"qv must have shape {wanted} and dtype {q.type_name}, got {r.qv.shape} {r.qv.type_name}")
-        if r.qv.requires_grad or q.requires_grad or r.k.requires_grad or r.v.requires_grad:
-            raise ValueError("requires_grad: attention with qv has no gradient; detach its inputs")
     for name in ("q_scale", "k_scale", "v_scale"):
         t = getattr(r, name)
         if t is None:

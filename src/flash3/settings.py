@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,36 +46,48 @@ def _read(variable: Variable) -> Any:
     return _flag(variable, text) if variable.field == "check_values" else text.strip() or None
 
 
-class Settings:
-    """Read once from the environment, then plain attributes. `override` is local to the current context (thread or task)."""
+_values: dict[str, Any] = {v.field: _read(v) for v in VARIABLES}
+_overrides: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("flash3_settings", default=None)
 
-    backend: str | None
-    check_values: bool
-    cache_dir: str | None
 
-    def __init__(self) -> None:
-        self.__dict__["_values"] = {v.field: _read(v) for v in VARIABLES}
-        self.__dict__["_overrides"] = contextvars.ContextVar("flash3_settings", default=None)
+@contextlib.contextmanager
+def override(**values: Any) -> Iterator[None]:
+    """Change settings inside a `with` block, for this thread or task alone.
+
+    Raises:
+        AttributeError: no such setting.
+    """
+    for field in values:
+        _known(field)
+    token = _overrides.set({**(_overrides.get() or {}), **values})
+    try:
+        yield
+    finally:
+        _overrides.reset(token)
+
+
+def _known(field: str) -> str:
+    if field not in _values:
+        raise AttributeError(f"no setting {field!r}; known: {', '.join(_values)}")
+    return field
+
+
+class _Settings(types.ModuleType):
+    """This module's own class, so that settings are attributes of `flash3.settings` that can be assigned and overridden."""
 
     def __getattr__(self, field: str) -> Any:
-        if field not in self.__dict__["_values"]:
-            raise AttributeError(f"no setting {field!r}; known: {', '.join(self._values)}")
-        return (self._overrides.get() or self._values).get(field, self._values[field])
+        return (_overrides.get() or _values).get(_known(field), _values[field])
 
     def __setattr__(self, field: str, value: Any) -> None:
-        getattr(self, field)
-        self._values[field] = value
-
-    @contextlib.contextmanager
-    def override(self, **values: Any) -> Iterator[Settings]:
-        """Change settings inside a `with` block, for this thread or task alone."""
-        for field in values:
-            getattr(self, field)
-        token = self._overrides.set({**(self._overrides.get() or {}), **values})
-        try:
-            yield self
-        finally:
-            self._overrides.reset(token)
+        if field.startswith("__"):
+            super().__setattr__(field, value)
+        else:
+            _values[_known(field)] = value
 
 
-settings = Settings()
+backend: str | None
+check_values: bool
+cache_dir: str | None
+
+settings = sys.modules[__name__]
+settings.__class__ = _Settings

@@ -1,0 +1,341 @@
+"""FlashAttention-3's own names, parameters, defaults and return values, on flash3.
+
+    from flash3.flash_attn_interface import flash_attn_func      # instead of: from flash_attn_interface import …
+
+or `flash3.install()` once, and `import flash_attn_interface` finds this module. `scheduler_metadata`, `pack_gqa`, `sm_margin` and
+`num_splits` tune FlashAttention-3's kernels; they never change a result, and a backend that has no use for one ignores it. After
+FlashAttention-3's parameters come keyword-only ones that its forks have: `s_aux` (or `sinks`), one extra logit per head in the
+softmax's denominator, and `out`, a tensor to write the result into.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .frameworks.torch.functions import length_bound, options, run
+from .frameworks.torch.kvcache import KVCache, NewTokens, Rotary, attend
+from .frameworks.torch.merging import merge
+from .frameworks.torch.operators import Arguments
+from .mask import Mask
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+    "install",
+]
+
+Window = tuple[int | None, int | None] | list[int]
+Result = Tensor | tuple[Tensor, ...]
+
+
+def _mask(causal: bool, window_size: Window | None, attention_chunk: int) -> Mask:
+    left, right = (None, None) if window_size is None else window_size
+    return Mask(causal=bool(causal), left=left, right=right, chunk=attention_chunk or None)
+
+
+def _scale(q: Tensor, qv: Tensor | None, softmax_scale: float | None) -> float:
+    """FlashAttention-3 counts the width of qv too."""
+    if softmax_scale is not None:
+        return softmax_scale
+    return (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
+
+
+def _scales(q: Tensor, **descale: Tensor | None) -> dict[str, Any]:
+    """FlashAttention-3 reads the descales for float8 only; callers pass them always."""
+    return descale if q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else dict.fromkeys(descale)
+
+
+def _sink(s_aux: Tensor | None, sinks: Tensor | None) -> Tensor | None:
+    if s_aux is not None and sinks is not None:
+        raise ValueError("s_aux and sinks are two names of one argument: give one of them")
+    given = s_aux if s_aux is not None else sinks
+    return None if given is None else given.float()
+
+
+def _deliver(result: Result, out: Tensor | None) -> Result:
+    """The result, in the caller's own tensor if there is one."""
+    if out is None:
+        return result
+    value, *rest = result if isinstance(result, tuple) else (result,)
+    if value.requires_grad:
+        raise ValueError("out cannot be given where a gradient is wanted: call under torch.no_grad(), or without out")
+    if out.shape != value.shape:
+        raise ValueError(f"out must have shape {tuple(value.shape)}, got {tuple(out.shape)}")
+    out.copy_(value)
+    return (out, *rest) if rest else out
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Result:
+    """Attention of q (batch, seqlen_q, heads_q, d) over k, v (batch, seqlen_k, heads_kv, d); see `flash3.attention`.
+
+    Returns out, with return_attn_probs (out, lse): lse float32 (batch, heads_q, seqlen_q).
+    """
+    arguments = Arguments(
+        q,
+        k,
+        v,
+        qv=qv,
+        sink=_sink(s_aux, sinks),
+        deterministic=deterministic,
+        **_scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale),
+        **options(_mask(causal, window_size, attention_chunk), _scale(q, qv, softmax_scale), softcap),
+    )
+    return _deliver(run(arguments, return_attn_probs), out)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of one tensor qkv: (batch, seqlen, 3, heads, d), or (batch, seqlen, heads_q + 2·heads_kv, d) with num_heads_q.
+
+    Raises:
+        ValueError: another shape, or num_heads_q missing or not fitting.
+    """
+    if qkv.dim() == 5 and qkv.shape[-3] == 3:
+        q, k, v = qkv.unbind(dim=-3)
+    elif qkv.dim() == 4 and num_heads_q is not None and 0 < num_heads_q < qkv.shape[2] and (qkv.shape[2] - num_heads_q) % 2 == 0:
+        heads_kv = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], dim=-2)
+    else:
+        raise ValueError(
+            "qkv must have shape (batch, seqlen, 3, heads, d), or (batch, seqlen, heads_q + 2·heads_kv, d) with num_heads_q, "
+            f"got {tuple(qkv.shape)} and num_heads_q={num_heads_q}"
+        )
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        window_size,
+        attention_chunk,
+        softcap,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Result:
+    """Attention of packed sequences, q (total_q, heads_q, d), k, v (total_k, heads_kv, d); see `flash3.attention_varlen`.
+
+    Returns out, with return_attn_probs (out, lse): lse float32 (heads_q, total_q).
+    """
+    arguments = Arguments(
+        q,
+        k,
+        v,
+        qv=qv,
+        sink=_sink(s_aux, sinks),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        max_seqlen_q=length_bound(max_seqlen_q),
+        max_seqlen_k=length_bound(max_seqlen_k),
+        deterministic=deterministic,
+        **_scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale),
+        **options(_mask(causal, window_size, attention_chunk), _scale(q, qv, softmax_scale), softcap),
+    )
+    return _deliver(run(arguments, return_attn_probs), out)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Result:
+    """Attention of new queries over a cache, after appending k and v to it in place; see `flash3.attention_kvcache`. No gradient.
+
+    cache_seqlens: an int, int32 (batch,), or None: the caches are full. Returns out, with return_softmax_lse (out, lse, out_accum,
+    lse_accum): FlashAttention-3 hands out the parts of a split here, which are empty tensors in flash3.
+    """
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if cache_seqlens is None:
+        cache_seqlens = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin go together: give both or neither")
+    rotary = None
+    if rotary_cos is not None and rotary_sin is not None:
+        rotary = Rotary(rotary_cos, rotary_sin, interleaved=rotary_interleaved, lengths=rotary_seqlens)
+    arguments = Arguments(
+        q.detach(),
+        k_cache.detach(),
+        v_cache.detach(),
+        qv=None if qv is None else qv.detach(),
+        sink=_sink(s_aux, sinks),
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=length_bound(max_seqlen_q),
+        **_scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale),
+        **options(_mask(causal, window_size, attention_chunk), _scale(q, qv, softmax_scale), softcap),
+    )
+    cache = KVCache(arguments.k, arguments.v, cache_seqlens, page_table=page_table, batch_index=cache_batch_idx, leftpad=cache_leftpad)
+    new = NewTokens(None if k is None else k.detach(), None if v is None else v.detach(), cu_seqlens_k_new if k is not None else None)
+    result = _deliver(attend(arguments, cache, new, rotary, return_softmax_lse), out)
+    return (*result, q.new_empty(0), q.new_empty(0)) if isinstance(result, tuple) else result
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merge partial results: out_partial (splits, batch, seqlen, heads, d), lse_partial float32 (splits, batch, seqlen, heads).
+
+    Packed: (splits, total, heads, d) and (splits, total, heads). Returns (out, lse), lse (batch, seqlen, heads) or (total, heads).
+    """
+    dtype = out_dtype if out is None else out.dtype
+    merged, lse = merge(out_partial, lse_partial.transpose(-1, -2), out_dtype=dtype)
+    if out is not None:
+        out.copy_(merged)
+    return (merged if out is None else out), lse.transpose(-1, -2)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """A schedule to pass to `flash_attn_with_kvcache`: int32 (1,), the number of splits asked for (0: chosen per call).
+
+    flash3 schedules inside its kernels, so there is nothing to prepare; stale or foreign metadata can not change a result.
+    """
+    return torch.full((1,), num_splits, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def install() -> None:
+    """Let `import flash_attn_interface` find this module, so that programs written for FlashAttention-3 run unchanged.
+
+    Call it before they import it.
+
+    Raises:
+        RuntimeError: another `flash_attn_interface` is already imported; its users hold its functions.
+    """
+    ours = sys.modules[__name__]
+    present = sys.modules.setdefault("flash_attn_interface", ours)
+    if present is not ours:
+        where = getattr(present, "__file__", "elsewhere")
+        raise RuntimeError(f"flash_attn_interface is already imported from {where}: call flash3.install() earlier")

@@ -1,0 +1,207 @@
+"""The public attention functions on torch tensors, and their gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ... import dispatch
+from ...dispatch import Explanation
+from ...mask import FULL, Mask
+from ...problem import Problem, check_differentiable, check_options
+from . import operators
+from .describe import DTYPES, describe
+from .operators import Arguments, mask_numbers
+
+
+class Attention(torch.autograd.Function):
+    """attention_lse with its closed-form gradient; takes Arguments, flat."""
+
+    @staticmethod
+    def forward(*flat: Any) -> tuple[Tensor, Tensor]:
+        return operators.attention_lse(*flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+        ctx.save_for_backward(*output, *tensors)
+        ctx.values = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        if d_out is None and d_lse is None:
+            return (None,) * len(tensors)
+        inputs = [value if tensor is None else tensor for tensor, value in zip(tensors, ctx.values, strict=True)]
+        needs = list(ctx.needs_input_grad[:4])  # q, k, v, sink come first
+        given = torch.zeros_like(out) if d_out is None else d_out
+        grads = operators.attention_backward(given, d_lse, out, lse, needs, *inputs)
+        wanted = [g if need else None for g, need in zip(grads, needs, strict=True)]
+        return (*wanted, *(None,) * (len(inputs) - len(wanted)))
+
+
+def run(arguments: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Call the operator that the request needs: without a gradient, none is paid for."""
+    a = arguments
+    tracked = (a.q, a.k, a.v) if a.sink is None else (a.q, a.k, a.v, a.sink)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tracked):
+        check_differentiable(DTYPES.get(a.q.dtype, str(a.q.dtype)), a.qv is not None)
+        out, lse = Attention.apply(*a)
+        return (out, lse) if return_lse else out
+    if return_lse:
+        return operators.attention_lse(*a)
+    return operators.attention(*a)
+
+
+def check_tensors(**named: Any) -> None:
+    """Each value must be a torch.Tensor.
+
+    Raises:
+        TypeError: one is not; the message names it.
+    """
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def options(mask: Mask | None, scale: float | None, softcap: float) -> dict[str, Any]:
+    """mask, scale and softcap, checked, as fields of Arguments. While a program is traced they may be symbols: the operator checks then."""
+    if not torch.compiler.is_compiling():
+        check_options(FULL if mask is None else mask, scale, softcap)
+    return {**mask_numbers(mask), "scale": scale, "softcap": softcap}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, softmax(scale·QKᵀ)V, of a batch of equally long sequences (FlashAttention-3, Algorithms 1 and 2).
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16, float32, float64 or float8.
+        k: (batch, seqlen_k, heads_kv, head_dim); heads_q must be a multiple of heads_kv (grouped queries).
+        v: (batch, seqlen_k, heads_kv, value_dim).
+        mask: which keys each query sees; None is all. See `Mask`.
+        scale: factor on the scores, any finite number; default head_dim ** -0.5.
+        softcap: c > 0 replaces each score s by c·tanh(s / c), before the mask. 0 is off.
+        sink: float32 (heads_q,), an extra logit per head in the softmax's denominator.
+        return_lse: also return the log-sum-exp of the scores (differentiable).
+        deterministic: the backward gives bitwise the same gradients each time.
+        backend: name of a backend; None takes the first that supports the call (`explain` tells which and why).
+
+    Returns:
+        out (batch, seqlen_q, heads_q, value_dim) in q's dtype (float8: bfloat16); with return_lse (out, lse), lse float32
+        (batch, heads_q, seqlen_q), natural logarithm. A query that sees no key has out 0 and lse −inf (with a sink: lse = sink).
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, its value and what is allowed.
+        NotImplementedError: no backend supports the combination; the message lists each with its reason.
+    """
+    check_tensors(q=q, k=k, v=v)
+    arguments = Arguments(q, k, v, sink=sink, deterministic=deterministic, backend=backend, **options(mask, scale, softcap))
+    return run(arguments, return_lse)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over sequences of unequal length, packed one after another or padded.
+
+    Args:
+        q: packed (total_q, heads_q, head_dim); with cu_seqlens_q None, padded (batch, seqlen_q, heads_q, head_dim).
+        k: packed (total_k, heads_kv, head_dim); with cu_seqlens_k None, padded (batch, seqlen_k, heads_kv, head_dim).
+        v: as k, with value_dim.
+        cu_seqlens_q: int32 (batch + 1,), starts of the sequences and the end of the last.
+        cu_seqlens_k: likewise for k and v.
+        max_seqlen_q: length of the longest sequence; an int, a tensor (never read back), or None.
+        max_seqlen_k: likewise.
+        seqused_q: int32 (batch,), how many rows of each sequence count, in packed or padded storage.
+        seqused_k: likewise.
+        mask, scale, softcap, sink, return_lse, deterministic, backend: as in `attention`; the mask is aligned in each sequence.
+
+    Returns:
+        out like q with value_dim, with return_lse (out, lse): lse float32 (heads_q, total_q), padded (batch, heads_q, seqlen_q).
+        Rows outside every sequence have out 0 and lse −inf, and whatever k and v hold there never counts.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as in `attention`.
+    """
+    check_tensors(q=q, k=k, v=v)
+    arguments = Arguments(
+        q,
+        k,
+        v,
+        sink=sink,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        max_seqlen_q=length_bound(max_seqlen_q),
+        max_seqlen_k=length_bound(max_seqlen_k),
+        deterministic=deterministic,
+        backend=backend,
+        **options(mask, scale, softcap),
+    )
+    return run(arguments, return_lse)
+
+
+def length_bound(value: int | Tensor | None) -> int | None:
+    """A longest length as an int. A tensor would have to be read back from the device: the total number of rows bounds it instead."""
+    return None if isinstance(value, Tensor) else value
+
+
+def explain(q: Tensor | Problem, k: Tensor | None = None, v: Tensor | None = None, **keywords: Any) -> Explanation:
+    """Which backend would run this call, and why the others would not. Nothing runs; meta and fake tensors will do.
+
+    Args:
+        q, k, v: tensors, as for the attention functions, or a Problem alone.
+        keywords: those of `attention` and `attention_varlen`.
+
+    Returns:
+        An Explanation; print it.
+
+    Raises:
+        TypeError, ValueError: as in `attention`.
+    """
+    backend = keywords.pop("backend", None)
+    if isinstance(q, Problem):
+        if k is not None or v is not None or keywords:
+            raise TypeError(f"explain(problem) takes only backend=…, got k={k!r}, v={v!r} and {', '.join(keywords) or 'no keywords'}")
+        return dispatch.explain(q, backend)
+    check_tensors(q=q, k=k, v=v)
+    lse = keywords.pop("return_lse", False)
+    chosen = options(keywords.pop("mask", None), keywords.pop("scale", None), keywords.pop("softcap", 0.0))
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        keywords[name] = length_bound(keywords.get(name))
+    arguments = Arguments(q, k, v, **chosen, **keywords)  # type: ignore[arg-type]
+    return dispatch.explain(Problem.of(arguments.request(lse=lse), describe), backend)

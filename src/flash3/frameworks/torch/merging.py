@@ -1,0 +1,59 @@
+"""Merging partial results of attention over parts of the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .functions import check_tensors
+
+
+def merge(
+    outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from its results over parts of them: out = Σ exp(lseᵢ − lse)·outᵢ, lse = log Σ exp(lseᵢ).
+
+    Args:
+        outs: n partial results, stacked (n, batch, seqlen_q, heads, d) or packed (n, total_q, heads, d), or a sequence of n tensors.
+        lses: their log-sum-exps as the attention functions return them, (n, batch, heads, seqlen_q) or (n, heads, total_q). A part
+            whose lse is −inf (or +inf, another library's mark of the same) saw no key and does not count, whatever its out holds.
+        out_dtype: dtype of the merged result; default that of outs. Sums run in float32 (float64 for float64 outs).
+
+    Returns:
+        (out, lse): one result like each part. Where every part is empty: out 0, lse −inf. Differentiable.
+
+    Raises:
+        TypeError: not tensors, or lses not float32 or float64.
+        ValueError: shapes that do not go together, or nothing to merge.
+    """
+    outs = torch.stack(tuple(outs)) if not isinstance(outs, Tensor) else outs
+    lses = torch.stack(tuple(lses)) if not isinstance(lses, Tensor) else lses
+    _check(outs, lses)
+    high = torch.float64 if outs.dtype == torch.float64 else torch.float32
+    lses = lses.to(high)
+    lses = torch.where(torch.isposinf(lses), -torch.inf, lses)
+    top = lses.amax(0)
+    top = torch.where(torch.isneginf(top), 0.0, top).detach()  # an anchor: it cancels, and −inf − −inf must not happen
+    weights = (lses - top).exp()
+    total = weights.sum(0)
+    empty = total == 0
+    shares = (weights / torch.where(empty, 1.0, total)).transpose(-1, -2).unsqueeze(-1)
+    out = torch.where(shares == 0, 0.0, outs.to(high)).mul(shares).sum(0)
+    lse = torch.where(empty, -torch.inf, top + torch.where(empty, 1.0, total).log())
+    return out.to(out_dtype or outs.dtype), lse
+
+
+def _check(outs: Tensor, lses: Tensor) -> None:
+    check_tensors(outs=outs, lses=lses)
+    if lses.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"lses must be float32 or float64, got {lses.dtype}")
+    if outs.dim() not in (4, 5) or outs.shape[0] == 0:
+        raise ValueError(
+            f"outs must have shape (n, batch, seqlen_q, heads, d) or (n, total_q, heads, d) with n >= 1, got {tuple(outs.shape)}"
+        )
+    *batch, rows, heads, _ = outs.shape
+    wanted = (*batch, heads, rows)
+    if tuple(lses.shape) != wanted:
+        raise ValueError(f"lses must have shape {wanted}, heads before queries as attention returns them, got {tuple(lses.shape)}")

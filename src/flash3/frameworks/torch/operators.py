@@ -1,0 +1,210 @@
+"""The `torch.library` operators: attention, attention_lse, attention_backward, with shape-only fakes.
+
+One flat argument list serves all three (`Arguments`), because an operator's schema knows tensors and plain values only; `request()`
+turns it into the Request that the rest of the library speaks. Lengths are SymInt, so that no length recompiles a traced program.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import dispatch
+from ...backends.base import Gradients, Saved
+from ...mask import FULL, Mask
+from ...problem import Problem, Request, Task, check_values
+from ...sequences import Dense, Packed, Padded, Paged, Sequences
+from ...settings import settings
+from .describe import DTYPES, describe, dtype_of
+
+
+class Arguments(NamedTuple):
+    """What every attention operator takes, in schema order.
+
+    cu_seqlens_x: packed; seqused_x: used lengths of packed sequences, or without cu_seqlens_x the lengths of padded (page_table:
+    paged) ones. Masks travel as their six numbers.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None = None
+    qv: Tensor | None = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    leftpad: Tensor | None = None
+    batch_index: Tensor | None = None
+    page_table: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    chunk: int | None = None
+    q_offset: int | None = None
+    k_offset: int = 0
+    deterministic: bool = False
+    out_dtype: torch.dtype | None = None
+    backend: str | None = None
+
+    def request(self, task: Task = Task.FORWARD, lse: bool = False) -> Request:
+        """The same call in the library's own words."""
+        mask = Mask(causal=self.causal, left=self.left, right=self.right, chunk=self.chunk, q_offset=self.q_offset, k_offset=self.k_offset)
+        return Request(
+            q=_rows(self.q),
+            k=_rows(self.k),
+            v=_rows(self.v),
+            q_sequences=self._queries(),
+            k_sequences=self._keys(),
+            mask=mask,
+            scale=self.scale,
+            softcap=self.softcap,
+            sink=self.sink,
+            qv=None if self.qv is None else _rows(self.qv),
+            q_scale=self.q_scale,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            lse=lse,
+            deterministic=self.deterministic,
+            out_dtype=None if self.out_dtype is None else DTYPES[self.out_dtype],
+            task=task,
+        )
+
+    def _queries(self) -> Sequences:
+        if self.cu_seqlens_q is not None:
+            return Packed(cu_seqlens=self.cu_seqlens_q, max_length=self.max_seqlen_q, used=self.seqused_q)
+        return Dense() if self.seqused_q is None else Padded(lengths=self.seqused_q)
+
+    def _keys(self) -> Sequences:
+        if self.page_table is not None:
+            return Paged(page_table=self.page_table, lengths=self.seqused_k, leftpad=self.leftpad, batch_index=self.batch_index)
+        if self.cu_seqlens_k is not None:
+            return Packed(cu_seqlens=self.cu_seqlens_k, max_length=self.max_seqlen_k, used=self.seqused_k)
+        if self.seqused_k is not None:
+            return Padded(lengths=self.seqused_k, leftpad=self.leftpad, batch_index=self.batch_index)
+        return Dense()
+
+
+def mask_numbers(mask: Mask | None) -> dict[str, Any]:
+    """A mask as the fields of Arguments."""
+    m = FULL if mask is None else mask
+    return {"causal": m.causal, "left": m.left, "right": m.right, "chunk": m.chunk, "q_offset": m.q_offset, "k_offset": m.k_offset}
+
+
+def _rows(t: Tensor) -> Tensor:
+    """Kernels read rows of contiguous elements; anything else is copied once."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _checked(request: Request) -> Problem:
+    """Describe and validate. Values are read where that is free (host memory), or in checking mode."""
+    problem = Problem.of(request, describe)
+    if problem.device.type == "cpu" or settings.check_values:
+        check_values(request)
+    return problem
+
+
+def _outputs(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    out = torch.empty(problem.out_shape, dtype=dtype_of(problem.spec.out_dtype), device=device)
+    lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=device) if problem.spec.lse else None
+    return out, lse
+
+
+def _run(arguments: Arguments, lse: bool) -> tuple[Tensor, Tensor | None]:
+    request = arguments.request(lse=lse)
+    problem = _checked(request)
+    plan = dispatch.choose(problem, arguments.backend)
+    out, lse_out = _outputs(problem, request.q.device)
+    plan.run(request, out, lse_out)
+    return out, lse_out
+
+
+def _attention(*flat: Any) -> Tensor:
+    return _run(Arguments(*flat), lse=False)[0]
+
+
+def _attention_lse(*flat: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _run(Arguments(*flat), lse=True)
+    assert lse is not None
+    return out, lse
+
+
+def _attention_backward(
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *flat: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    arguments = Arguments(*flat)
+    request = arguments.request(Task.BACKWARD, lse=True)
+    plan = dispatch.choose(Problem.of(request, describe), arguments.backend)
+    dq, dk, dv, d_sink = _gradients_like(arguments, needs)
+    wanted = [g if need else None for g, need in zip((dq, dk, dv, d_sink), needs, strict=True)]
+    gradients = Gradients(d_out=_rows(d_out), d_lse=d_lse, dq=wanted[0], dk=wanted[1], dv=wanted[2], d_sink=wanted[3])
+    plan.run(request, Saved(out=out, lse=lse), gradients)
+    return dq, dk, dv, d_sink
+
+
+def _gradients_like(a: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
+    """Outputs of the backward: one for each of q, k, v, sink; empty where no gradient is wanted (a schema has fixed arity)."""
+    inputs = (a.q, a.k, a.v, a.sink)
+    return tuple(
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else a.q.new_empty(0)
+        for t, need in zip(inputs, needs, strict=True)
+    )
+
+
+def _fake_attention_lse(*flat: Any) -> tuple[Tensor, Tensor]:
+    a = Arguments(*flat)
+    float8 = a.q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    dtype = a.out_dtype or (torch.bfloat16 if float8 else a.q.dtype)
+    out = a.q.new_empty((*a.q.shape[:-1], a.v.shape[-1]), dtype=dtype)
+    *batch, rows, heads = a.q.shape[:-1]
+    return out, a.q.new_empty((*batch, heads, rows), dtype=torch.float32)
+
+
+def _fake_attention(*flat: Any) -> Tensor:
+    return _fake_attention_lse(*flat)[0]
+
+
+def _fake_attention_backward(
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *flat: Any
+) -> tuple[Tensor, ...]:
+    return _gradients_like(Arguments(*flat), needs)
+
+
+_TYPES = {
+    "q": "Tensor", "k": "Tensor", "v": "Tensor", "scale": "float?", "softcap": "float", "causal": "bool", "k_offset": "SymInt",
+    "deterministic": "bool", "out_dtype": "ScalarType?", "backend": "str?",
+}  # fmt: skip
+_LENGTHS = ("max_seqlen_q", "max_seqlen_k", "left", "right", "chunk", "q_offset")
+
+
+def _schema() -> str:
+    """The operators' common arguments; optional tensors are `Tensor?`, lengths `SymInt?`."""
+    types = {name: _TYPES.get(name, "SymInt?" if name in _LENGTHS else "Tensor?") for name in Arguments._fields}
+    return ", ".join(f"{kind} {name}" for name, kind in types.items())
+
+
+def _define(name: str, schema: str, run: Any, fake: Any) -> Any:
+    """Register an operator for every device (`define` and `impl`: half the call time of `custom_op`) and return its overload."""
+    torch.library.define(f"flash3::{name}", schema)
+    torch.library.impl(f"flash3::{name}", ("cpu", "cuda"), run)
+    torch.library.register_fake(f"flash3::{name}", fake)
+    return getattr(torch.ops.flash3, name).default
+
+
+attention = _define("attention", f"({_schema()}) -> Tensor", _attention, _fake_attention)
+attention_lse = _define("attention_lse", f"({_schema()}) -> (Tensor, Tensor)", _attention_lse, _fake_attention_lse)
+attention_backward = _define(
+    "attention_backward",
+    f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needs, {_schema()}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _attention_backward,
+    _fake_attention_backward,
+)
