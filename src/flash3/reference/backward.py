@@ -1,5 +1,6 @@
-"""The gradients of attention in closed form, in float64 (FlashAttention-3 paper, section 2.1 and appendix B.1), the LSE in the loss too,
-a softcap c and a sink add:
+"""The gradients of attention in closed form, in float64.
+
+FlashAttention-3 paper, section 2.1 and appendix B.1, with what an LSE in the loss, a softcap c and a sink add:
 
     dV = Pᵀ dO                      dP = dO Vᵀ
     D  = rowsum(dO ∘ O) - dL        (dL: the gradient that arrives at the LSE; ∂L/∂S = P)
