@@ -14,6 +14,7 @@ from torch import Tensor
 
 import flash3
 from flash3 import Mask, reference
+from flash3.mask import FULL
 from flash3.problem import Request
 from tests.conformance import storage
 from tests.conformance.storage import Storage
@@ -36,7 +37,7 @@ class Case:
     leftpad: tuple[int, ...] | None = None
     rows: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
-    mask: Mask = Mask()
+    mask: Mask = FULL
     scale: float | None = None
     softcap: float = 0.0
     sink: tuple[float, ...] | None = None
@@ -141,9 +142,7 @@ class Call:
         forward = torch.cat([o[0] for o in outs]), torch.cat([lse[0].T for lse in lses])
         if gradients is None:
             return Results(*forward)
-        parts = [
-            gradients(r, d_out[None], d_lse.T[None]) for r, d_out, d_lse in zip(self.requests, self.d_out, self.d_lse, strict=True)
-        ]
+        parts = [gradients(r, d_out[None], d_lse.T[None]) for r, d_out, d_lse in zip(self.requests, self.d_out, self.d_lse, strict=True)]
         d_sink = None if self.sink is None else torch.stack([p[3] for p in parts]).sum(0)
         return Results(*forward, *(torch.cat([p[i][0] for p in parts]) for i in range(3)), d_sink)
 
