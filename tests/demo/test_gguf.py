@@ -1,9 +1,8 @@
 """A small GGUF file, written with llama.cpp's row order, comes back as the same model and a working tokenizer."""
 
+import gguf
 import pytest
 import torch
-
-gguf = pytest.importorskip("gguf", reason="needs flash3[demo]")
 
 from flash3.demo import gguf_llama
 from flash3.demo.weights import CannotRun
@@ -46,12 +45,11 @@ def gguf_file(tiny_llama, tmp_path):
         writer.add_pad_token_id(2)
         writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
-        state = {name: value for name, value in tiny_llama.state_dict().items()}
-        names = {**{ours: theirs for theirs, ours in gguf_llama.WHOLE.items()}}
+        names = {ours: theirs for theirs, ours in gguf_llama.WHOLE.items()}
         for layer in range(c.num_hidden_layers):
             for theirs, ours in gguf_llama.PARTS.items():
                 names[f"model.layers.{layer}.{ours}.weight"] = f"blk.{layer}.{theirs}.weight"
-        for name, value in state.items():
+        for name, value in tiny_llama.state_dict().items():
             part = name.split(".")[-2]
             writer.add_tensor(names[name], (interleaved_rows(value, heads[part]) if part in heads else value).numpy())
         writer.write_header_to_file()

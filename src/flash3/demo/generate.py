@@ -55,6 +55,8 @@ def with_flash3(
     Every step, the prompts and each single token after them, is the same call.
     """
     config, device = model.config, model.device
+    synchronize(device)
+    start = time.perf_counter()
     capacity = max(map(len, prompts)) + tokens
     cache = PagedCache(
         layers=config.num_hidden_layers,
@@ -65,8 +67,6 @@ def with_flash3(
         like=model.get_input_embeddings().weight,
     )
     rotary = rotary_tables(model, capacity)
-    synchronize(device)
-    start = time.perf_counter()
     steps: list[torch.Tensor] = []
     chosen: list[torch.Tensor] = []
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
