@@ -11,7 +11,7 @@ from ...plan import Plan
 from ...problem import Problem, Request, Task, default_scale
 from ...sequences import Dense
 from ..base import Gradients, Refusal, Saved, Support
-from . import backward, forward
+from . import backward, forward, fused
 from .gather import Run, add_keys, keys, lse_view, runs, view
 from .work import Visibility, Work
 
@@ -54,7 +54,8 @@ def run_forward(request: Request, out: Tensor, lse: Tensor | None) -> None:
     for at_q, at_k in runs(request):
         work, _ = work_of(request, at_q, at_k)
         own_lse = None if lse is None else lse_view(lse, request.q_sequences, at_q)
-        forward.attend(work, view(out, request.q_sequences, at_q), own_lse)
+        attend = fused.attend if fused.fits(work) else forward.attend
+        attend(work, view(out, request.q_sequences, at_q), own_lse)
 
 
 @torch.no_grad()
@@ -69,13 +70,14 @@ def run_backward(request: Request, saved: Saved, gradients: Gradients) -> None:
         own_saved = Saved(out=view(saved.out, at, at_q), lse=lse_view(saved.lse, at, at_q))
         d_lse = None if gradients.d_lse is None else lse_view(gradients.d_lse, at, at_q)
         own = Gradients(d_out=view(gradients.d_out, at, at_q), d_lse=d_lse)
-        dq, dk, dv, d_sink = backward.gradients(work, own_saved, own)
+        differentiate = fused.gradients if fused.fits_backward(work, own_saved) else backward.gradients
+        dq, dk, dv, d_sink = differentiate(work, own_saved, own)
         if gradients.dq is not None:
             view(gradients.dq, at, at_q).copy_(dq)
         for total, part in ((gradients.dk, dk), (gradients.dv, dv)):
             if total is not None:
                 add_keys(total, request.k_sequences, at_k, part)
-        if gradients.d_sink is not None:
+        if gradients.d_sink is not None and d_sink is not None:
             gradients.d_sink += d_sink
 
 
