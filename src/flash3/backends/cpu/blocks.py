@@ -11,9 +11,9 @@ from torch import Tensor
 from .work import Block, Tiling, Work
 
 TILE_ROWS = 256
-TILE_KEYS = 512
-STEP_ELEMENTS = 1 << 18
-"""Scores of one step, over all its heads: 1 MB in float32, so that what a step makes stays in the caches."""
+TILE_KEYS = 256
+STEP_ELEMENTS = 1 << 19
+"""Scores of one step, over all its heads: 2 MB in float32, so that what a step makes stays in the caches."""
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from ..base import Gradients, Saved
 from . import forward
 from .backward import delta_of, lse_is_coarse
 from .blocks import compute_dtype
-from .forward import add_sink
-from .work import Visibility, Work
+from .work import Work
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 MIN_ROWS, MAX_ROWS = 64, 512
+MAX_BIAS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,29 @@ def fits(work: Work) -> bool:
 def attend(work: Work, out: Tensor, lse: Tensor | None) -> None:
     """As `forward.attend`."""
     first, stop = work.sees.live_rows()
-    todo = list(pieces(work, first, stop))
-    whole = len(todo) == 1 and out.dtype == work.q.dtype
-    q, k, v = widened(work.q.dtype if whole else compute_dtype(work.q.dtype), work.q, work.k, work.v)
+    whole = whole_piece(work, first, stop)
+    dtype = work.q.dtype if whole and out.dtype == work.q.dtype else compute_dtype(work.q.dtype)
+    q, k, v = widened(dtype, work.q, work.k, work.v)
     _fill_dead(out, lse, work.sink, (slice(0, first), slice(stop, None)))
-    for piece in todo:
-        part, part_lse = _FORWARD(
-            q[:, :, piece.rows], k[:, :, piece.keys], v[:, :, piece.keys], 0.0, piece.causal, attn_mask=piece.bias, scale=work.scale
-        )
+    for piece in [whole] if whole else tiles(work, first, stop):
+        rows, keys = piece.rows, piece.keys
+        part, part_lse = _call(q[:, :, rows], k[:, :, keys], v[:, :, keys], piece, work.scale)
         if work.sink is not None:
             if lse_is_coarse(part_lse, work.q.dtype):  # rounded too far to tell the sink's share: Algorithm 1 keeps maximum and sum apart
                 forward.attend(work, out, lse)
                 return
-            add_sink(part, part_lse, work.sink[:, None])
-        out[:, :, piece.rows] = part[..., : out.shape[-1]]
+            forward.add_sink(part, part_lse, work.sink[:, None])
+        out[:, :, rows] = part[..., : out.shape[-1]]
         if lse is not None:
-            lse[:, :, piece.rows] = part_lse
+            lse[:, :, rows] = part_lse
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
+    if q.shape[2] > 1 or q.shape[1] == k.shape[1]:
+        return _FORWARD(q, k, v, 0.0, piece.causal, attn_mask=piece.bias, scale=scale)
+    # Decoding: the query heads that share a key head become its rows, so that K and V are read once.
+    out, lse = _FORWARD(q.view(q.shape[0], k.shape[1], -1, q.shape[-1]), k, v, scale=scale)
+    return out.flatten(1, 2)[:, :, None], lse.flatten(1, 2)[:, :, None]
 
 
 def _fill_dead(out: Tensor, lse: Tensor | None, sink: Tensor | None, dead: tuple[slice, slice]) -> None:
@@ -74,33 +81,35 @@ def _fill_dead(out: Tensor, lse: Tensor | None, sink: Tensor | None, dead: tuple
             lse[:, :, rows] = -torch.inf if sink is None else sink[:, None]
 
 
-def pieces(work: Work, first: int, stop: int) -> Iterator[Piece]:
-    """Calls that cover the rows first … stop - 1, each of which sees a key."""
+def whole_piece(work: Work, first: int, stop: int) -> Piece | None:
+    """The one call that covers the rows first … stop - 1, where there is one."""
     if first == stop:
-        return
-    keys = slice(work.sees.visible(first)[0], work.sees.visible(stop - 1)[1])
+        return None
+    rows, keys = slice(first, stop), slice(work.sees.visible(first)[0], work.sees.visible(stop - 1)[1])
     live = work.sees.for_rows(first, stop).narrowed(keys.start, keys.stop)
     if live.is_full():
-        yield Piece(slice(first, stop), keys)
-    elif live.is_square_causal() and work.scale > 0:
-        yield Piece(slice(first, stop), keys, causal=True)
-    else:
-        yield from _tiles(live, first, keys.start, compute_dtype(work.q.dtype))
+        return Piece(rows, keys)
+    return Piece(rows, keys, causal=True) if live.is_square_causal() and work.scale > 0 else None
 
 
-def _tiles(sees: Visibility, first: int, first_key: int, dtype: torch.dtype) -> Iterator[Piece]:
-    """Tiles an eighth as tall as a row is wide: little is computed in vain, and calls are few. Equal neighbours share their mask."""
-    begin, end = sees.rows()
-    height = min(max(MIN_ROWS, int((end - begin).sum()) // len(begin) // 8 // 32 * 32), MAX_ROWS)
+def tiles(work: Work, first: int, stop: int) -> Iterator[Piece]:
+    """Calls that cover the rows first … stop - 1, each of which sees a key. Equal neighbours share their mask.
+
+    Tiles are an eighth as tall as a row is wide: then little is computed in vain, and calls are few.
+    """
+    begin, end = work.sees.rows()
+    widths = (end - begin)[first:stop]
+    if first == stop:
+        return
+    height = max(MIN_ROWS, min(int(widths.sum()) // len(widths) // 8 // 32 * 32, MAX_BIAS // int(widths.max()), MAX_ROWS))
     last: tuple[Tensor, Tensor, Tensor] | None = None
-    for row in range(0, sees.q_len, height):
-        own_begin, own_end = begin[row : row + height], end[row : row + height]
-        low, high = int(own_begin[0]), int(own_end[-1])
-        own_begin, own_end = own_begin - low, own_end - low
+    for row in range(first, stop, height):
+        rows = slice(row, min(row + height, stop))
+        keys = slice(int(begin[rows.start]), int(end[rows.stop - 1]))
+        own_begin, own_end = begin[rows] - keys.start, end[rows] - keys.start
         if last is None or not (torch.equal(own_begin, last[0]) and torch.equal(own_end, last[1])):
-            last = own_begin, own_end, _bias(own_begin, own_end, high - low, dtype)
-        rows = slice(first + row, first + min(row + height, sees.q_len))
-        yield Piece(rows, slice(first_key + low, first_key + high), bias=last[2])
+            last = own_begin, own_end, _bias(own_begin, own_end, keys.stop - keys.start, compute_dtype(work.q.dtype))
+        yield Piece(rows, keys, bias=last[2])
 
 
 def _bias(begin: Tensor, end: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -130,24 +139,20 @@ def gradients(work: Work, saved: Saved, grads: Gradients) -> tuple[Tensor, Tenso
     The operator makes delta = rowsum(dO ∘ O) itself. One more column, dO ← dLSE, O ← −1, V ← 0, makes it rowsum(dO ∘ O) − dLSE
     and leaves dO Vᵀ as it is.
     """
-    dtype, widths = work.q.dtype, (work.q.shape[-1], work.k.shape[-1], work.v.shape[-1])
-    todo = list(pieces(work, *work.sees.live_rows()))
-    if len(todo) != 1 or grads.d_lse is not None:
-        dtype = compute_dtype(dtype)
+    first, stop = work.sees.live_rows()
+    whole = whole_piece(work, first, stop)
+    dtype = work.q.dtype if whole and grads.d_lse is None else compute_dtype(work.q.dtype)
     q, k, v, d_out, out = widened(dtype, work.q, work.k, work.v, grads.d_out, saved.out, extra=0 if grads.d_lse is None else 8)
     if grads.d_lse is not None:
         d_out[..., -1], out[..., -1] = grads.d_lse, -1
     dq, dk, dv = (torch.zeros(t.shape, dtype=dtype) for t in (q, k, v))
-    for piece in todo:
+    for piece in [whole] if whole else tiles(work, first, stop):
         rows, keys = piece.rows, piece.keys
         operands = d_out[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], saved.lse[:, :, rows]
         parts = _BACKWARD(*operands, 0.0, piece.causal, attn_mask=piece.bias, scale=work.scale)
-        if len(todo) == 1 and rows == slice(0, q.shape[2]) and keys == slice(0, k.shape[2]):
-            dq, dk, dv = parts
-            break
-        dq[:, :, rows] = parts[0]
-        dk[:, :, keys] += parts[1]
-        dv[:, :, keys] += parts[2]
+        for total, at, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+            total[:, :, at] += part
+    widths = work.q.shape[-1], work.k.shape[-1], work.v.shape[-1]
     d_sink = None if work.sink is None else _sink_gradient(work.sink, saved.lse, delta_of(saved, grads, compute_dtype(dtype)))
     return dq[..., : widths[0]], dk[..., : widths[1]], dv[..., : widths[2]], d_sink
 
