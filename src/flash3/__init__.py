@@ -6,20 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import flash_attn_interface as flash_attn_interface
+    from . import flash_attn_interface, settings
+    from .flash_attn_interface import install
     from .frameworks.torch import KVCache, Rotary, attention, attention_kvcache, attention_varlen, explain, merge
-    from .install import install
     from .mask import Mask
     from .problem import Problem
-    from .settings import settings
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Mask": "mask",
     "Problem": "problem",
-    "settings": "settings",
-    "install": "install",
+    "install": "flash_attn_interface",
     **dict.fromkeys(("KVCache", "Rotary", "attention", "attention_kvcache", "attention_varlen", "explain", "merge"), "frameworks.torch"),
 }
 """Public name -> the room it lives in. `import flash3` itself loads no framework."""
@@ -41,8 +39,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "flash_attn_interface":
-        return importlib.import_module(f"{__name__}.flash_attn_interface")
+    if name in ("flash_attn_interface", "settings"):
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -10,12 +10,15 @@ softmax's denominator, and `out`, a tensor to write the result into.
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .frameworks.torch.attention import length_bound, options, run
+from .frameworks.torch.functions import length_bound, options, run
 from .frameworks.torch.kvcache import KVCache, NewTokens, Rotary, attend
-from .frameworks.torch.merge import merge
+from .frameworks.torch.merging import merge
 from .frameworks.torch.operators import Arguments
 from .mask import Mask
 
@@ -26,6 +29,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
+    "install",
 ]
 
 Window = tuple[int | None, int | None] | list[int]
@@ -44,7 +48,7 @@ def _scale(q: Tensor, qv: Tensor | None, softmax_scale: float | None) -> float:
     return (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
 
 
-def _scales(q: Tensor, **descale: Tensor | None) -> dict[str, Tensor | None]:
+def _scales(q: Tensor, **descale: Tensor | None) -> dict[str, Any]:
     """FlashAttention-3 reads the descales for float8 only; callers pass them always."""
     return descale if q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else dict.fromkeys(descale)
 
@@ -320,3 +324,18 @@ def get_scheduler_metadata(
     flash3 schedules inside its kernels, so there is nothing to prepare; stale or foreign metadata can not change a result.
     """
     return torch.full((1,), num_splits, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def install() -> None:
+    """Let `import flash_attn_interface` find this module, so that programs written for FlashAttention-3 run unchanged.
+
+    Call it before they import it.
+
+    Raises:
+        RuntimeError: another `flash_attn_interface` is already imported; its users hold its functions.
+    """
+    ours = sys.modules[__name__]
+    present = sys.modules.setdefault("flash_attn_interface", ours)
+    if present is not ours:
+        where = getattr(present, "__file__", "elsewhere")
+        raise RuntimeError(f"flash_attn_interface is already imported from {where}: call flash3.install() earlier")

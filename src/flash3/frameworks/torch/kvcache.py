@@ -7,6 +7,7 @@ GPU: positions are computed where the lengths live.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
@@ -17,8 +18,8 @@ from ...mask import FULL, Mask, MaskKind
 from ...problem import Problem, check_values
 from ...settings import settings
 from . import operators
-from .attention import check_tensors, length_bound, options
 from .describe import describe
+from .functions import check_tensors, length_bound, options
 from .operators import Arguments
 
 
@@ -295,7 +296,7 @@ def _valid(new: Tensor, cache: Tensor, cu_seqlens: Tensor | None, row: Tensor, s
     return torch.where(total > 0, new[token], kept.to(new.dtype))
 
 
-def _define_append() -> object:
+def _define_append() -> Callable[..., None]:
     schema = (
         "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor lengths, Tensor? batch_index, "
         "Tensor? page_table, Tensor? cu_seqlens) -> ()"
@@ -303,7 +304,8 @@ def _define_append() -> object:
     torch.library.define("flash3::append", schema)
     torch.library.impl("flash3::append", ("cpu", "cuda"), _append)
     torch.library.register_fake("flash3::append", lambda *arguments: None)
-    return torch.ops.flash3.append.default
+    overload: Callable[..., None] = torch.ops.flash3.append.default
+    return overload
 
 
 append = _define_append()

@@ -113,8 +113,7 @@ def _checked(request: Request) -> Problem:
     return problem
 
 
-def _outputs(problem: Problem) -> tuple[Tensor, Tensor | None]:
-    device = torch.device(problem.device.type, problem.device.index if problem.device.type == "cuda" else None)
+def _outputs(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor | None]:
     out = torch.empty(problem.out_shape, dtype=dtype_of(problem.spec.out_dtype), device=device)
     lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=device) if problem.spec.lse else None
     return out, lse
@@ -124,7 +123,7 @@ def _run(arguments: Arguments, lse: bool) -> tuple[Tensor, Tensor | None]:
     request = arguments.request(lse=lse)
     problem = _checked(request)
     plan = dispatch.choose(problem, arguments.backend)
-    out, lse_out = _outputs(problem)
+    out, lse_out = _outputs(problem, request.q.device)
     plan.run(request, out, lse_out)
     return out, lse_out
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .attention import check_tensors
+from .functions import check_tensors
 
 
 def merge(

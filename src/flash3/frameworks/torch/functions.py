@@ -70,9 +70,10 @@ def check_tensors(**named: Any) -> None:
 
 
 def options(mask: Mask | None, scale: float | None, softcap: float) -> dict[str, Any]:
-    """mask, scale and softcap, checked, as fields of Arguments."""
-    check_options(FULL if mask is None else mask, scale, softcap)
-    return {**mask_numbers(mask), "scale": None if scale is None else float(scale), "softcap": float(softcap)}
+    """mask, scale and softcap, checked, as fields of Arguments. While a program is traced they may be symbols: the operator checks then."""
+    if not torch.compiler.is_compiling():
+        check_options(FULL if mask is None else mask, scale, softcap)
+    return {**mask_numbers(mask), "scale": scale, "softcap": softcap}
 
 
 def attention(
