@@ -1,14 +1,26 @@
-"""(ForwardSpec, Tiles) → machine code, without a tensor and without a GPU."""
+"""(ForwardSpec, Tiles) → machine code, without a tensor and without a GPU; and the compiled function of a key, from the cache."""
+
+import functools
+import hashlib
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ... import mask, problem, sequences
+from ...kernel_cache import KernelCache, default_folder
+from ...settings import settings
 from .forward import Forward
 from .operands import Numbers
 from .storage import ELEMENTS
 from .tiles import ForwardSpec, Tiles
 
 TARGET = "--enable-tvm-ffi --gpu-arch sm_90a"
+SYMBOL = "flash3_forward"
+"""Name of the function in an object file."""
 
 
 def _rows(element, batch, rows, heads):
@@ -20,7 +32,7 @@ def _rows(element, batch, rows, heads):
 
 
 def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
-    """The compiled function: f(q, k, v, out, lse, sink, counter, numbers), on torch's current stream."""
+    """The compiled function: f(q, k, v, out, lse, sink, counter, numbers), on the framework's current stream."""
     batch, q_len, k_len, heads, kv_heads = (cute.sym_int() for _ in range(5))
     element, out = ELEMENTS[spec.dtype], ELEMENTS[spec.out_dtype]
     lse = sink = None
@@ -42,3 +54,41 @@ def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )
+
+
+def build_object(spec: ForwardSpec, tiles: Tiles, path: Path, options: str = TARGET) -> None:
+    """Write the object file of a key."""
+    compile_forward(spec, tiles, options).export_to_c(str(path), SYMBOL)
+
+
+def load_object(path: Path):
+    """The function in an object file: a raw TVM-FFI function."""
+    module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+    return getattr(module, SYMBOL)
+
+
+@functools.cache
+def source_hash() -> str:
+    """Of every file that the generated code depends on."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), *(Path(m.__file__) for m in (mask, problem, sequences))]
+    text = hashlib.sha256()
+    for file in files:
+        text.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return text.hexdigest()
+
+
+def fingerprint() -> str:
+    """What the code of a key depends on besides the key."""
+    versions = [importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
+    python = ".".join(map(str, sys.version_info[:2]))
+    return " ".join([source_hash(), *versions, python, platform.machine(), TARGET])
+
+
+@functools.cache
+def _cache(folder: str | None) -> KernelCache:
+    return KernelCache(Path(folder) if folder else default_folder(), fingerprint())
+
+
+def kernel(spec: ForwardSpec, tiles: Tiles):
+    """The function of a key, ready to launch: compiled once, then kept in memory and on disk."""
+    return _cache(settings.cache_dir).get((spec, tiles), functools.partial(build_object, spec, tiles), load_object)
