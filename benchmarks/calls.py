@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flash3.backends.hopper import launch
-from flash3.mask import Mask
+from flash3.mask import FULL, Mask
 from flash3.problem import Sizes
 
 from .configurations import CONFIGURATIONS
@@ -35,7 +35,7 @@ class Call:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    mask: Mask = Mask()
+    mask: Mask = FULL
     scale: float | None = None
     softcap: float = 0.0
     sink: torch.Tensor | None = None

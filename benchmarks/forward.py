@@ -189,9 +189,8 @@ def report(rows: list[dict[str, Any]], peers: list[str]) -> None:
     ratios = [row["ratio"] for row in rows if "ratio" in row]
     if ratios:
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        print(
-            f"of the best peer per cell: geometric mean {mean:.3f}, smallest {min(ratios):.3f}, cells under 0.99: {sum(r < 0.99 for r in ratios)}"
-        )
+        low = sum(r < 0.99 for r in ratios)
+        print(f"of the best peer per cell: geometric mean {mean:.3f}, smallest {min(ratios):.3f}, cells under 0.99: {low}")
     for n in peers:
         ratios = [row[f"ratio_{n}"] for row in rows if f"ratio_{n}" in row]
         if ratios:
