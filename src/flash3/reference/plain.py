@@ -46,7 +46,7 @@ def plain(request: Request) -> tuple[Tensor, Tensor]:
 def _softmax(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """P (group, m, n) and L (group, m) in `dtype`, from scores in the part's own. Empty rows are put right afterwards."""
     s = scores(part).to(dtype)
-    nothing = ~part.seen.any(-1, keepdim=True) if part.sink is None else torch.zeros_like(part.seen[:, :1])
+    nothing = ~part.seen.any(-1, keepdim=True) if part.sink is None else part.seen.new_zeros(part.seen.shape[0], 1)
     s = s.masked_fill(~(part.seen | nothing), -torch.inf)  # an empty row keeps its scores: no NaN here or in its gradient
     if part.sink is not None:
         s = torch.cat([s, part.sink.to(dtype)[:, None, None].expand(-1, s.shape[1], 1)], dim=-1)
