@@ -1,4 +1,7 @@
-"""Backends as fixtures: a test that takes `run` (or `run_backward`) holds for every backend in `running.BACKENDS`."""
+"""Backends as fixtures: a test that takes `run` (or `run_backward`) holds for every backend in `running.BACKENDS`.
+
+A test that takes `device` calls the public functions on the CPU, and with `-m gpu` on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable
 
 import hypothesis
 import pytest
+import torch
 from torch import Tensor
 
 from flash3.problem import Request
@@ -31,3 +35,10 @@ def run(backend: str) -> Callable[[Request], tuple[Tensor, Tensor]]:
 def run_backward(backend: str) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """(request, d_out, d_lse=None) -> (dq, dk, dv, d_sink) by the backend, into buffers poisoned with NaN."""
     return running.BACKENDS[backend].backward
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)

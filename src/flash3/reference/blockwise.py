@@ -1,15 +1,15 @@
 """FlashAttention-3's forward in plain loops: the paper's Algorithm 1 (in order) and Algorithm 2 (pipelined), equal to the oracle.
 
 A tile of query rows visits blocks of keys from right to left, as the kernels do: right edge (masked), interior (not masked), left
-edge (masked). Matmuls take the inputs' dtype and accumulate in float32, as do the statistics; P̃ is rounded to the inputs' dtype before
-it meets V, as the tensor cores take it. Float64 inputs: everything in float64.
+edge (masked). Matmuls take the inputs' dtype and accumulate in float32, as do the statistics; P̃ is rounded to the inputs' dtype (E4M3 for
+FP8) before it meets V, as the tensor cores take it. Float64 inputs: everything in float64.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,22 +36,23 @@ def right_to_left(blocks: KeyBlocks) -> Iterator[Visit]:
 
 @dataclass
 class OnlineSoftmax:
-    """Running row maximum m and row sum ℓ of a tile's rows (shape (group, rows, 1)).
+    """Running row maximum m and row sum ℓ of a tile's rows, both (group, rows, 1) in the dtype of the statistics.
 
+    p_dtype: that of P̃ as the tensor cores take it.
     lazy_log2: keep the old maximum while the new one is at most 2**lazy_log2 times larger after exp (FlashAttention-4's conditional
     rescaling): P̃ then grows up to that factor, and O needs no rescaling. 0: the paper's rule.
     """
 
-    shape: tuple[int, int]
-    dtype: torch.dtype  # of the statistics
-    p_dtype: torch.dtype  # of P̃ as the tensor cores take it
-    lazy_log2: float = 0.0
-    row_max: Tensor = field(init=False)
-    row_sum: Tensor = field(init=False)
+    row_max: Tensor
+    row_sum: Tensor
+    p_dtype: torch.dtype
+    lazy_log2: float
 
-    def __post_init__(self) -> None:
-        self.row_max = torch.full((*self.shape, 1), -torch.inf, dtype=self.dtype)
-        self.row_sum = torch.zeros((*self.shape, 1), dtype=self.dtype)
+    @classmethod
+    def begin(cls, o: Tensor, p_dtype: torch.dtype, lazy_log2: float = 0.0) -> OnlineSoftmax:
+        """m = -inf and ℓ = 0 for the rows of o (group, rows, value_dim)."""
+        column = o[..., :1]
+        return cls(torch.full_like(column, -torch.inf), torch.zeros_like(column), p_dtype, lazy_log2)
 
     def update(self, s: Tensor) -> tuple[Tensor, Tensor]:
         """Take in one block of scores (group, rows, keys). Returns P̃ = exp(S - m), rounded, and alpha = exp(m_old - m) for O."""
@@ -66,16 +67,14 @@ class OnlineSoftmax:
         return self._rounded(p), alpha
 
     def _rounded(self, p: Tensor) -> Tensor:
-        """FP8 holds P̃ times a power of two, so that its few exponents cover the small probabilities; V's product is scaled back."""
-        if self.p_dtype not in FLOAT8:
-            return p.to(self.p_dtype).to(self.dtype)
-        up = 2.0 ** (P_MAX_LOG2 - self.lazy_log2)
-        return (p * up).to(self.p_dtype).to(self.dtype) / up
+        """E4M3 holds P̃ times a power of two, so that its few exponents cover the small probabilities; V's product is scaled back."""
+        up = 2.0 ** (P_MAX_LOG2 - self.lazy_log2) if self.p_dtype is torch.float8_e4m3fn else 1.0
+        return (p * up).to(self.p_dtype).to(p.dtype) / up
 
     def finish(self, o: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """O / ℓ (0 for an empty row) and L = m + log ℓ (group, rows). The sink is one last key, whose value is 0."""
         if sink is not None:
-            _, alpha = self.update(sink[:, None, None].expand(*self.shape, 1))
+            _, alpha = self.update(sink[:, None, None].expand_as(self.row_max))
             o = alpha * o
         lse = self.row_max + torch.log(self.row_sum)
         return torch.where(self.row_sum > 0, o / self.row_sum, 0.0), lse.squeeze(-1)
@@ -145,14 +144,15 @@ def blockwise(
         inputs), natural logarithm, (batch, heads_q, q_len) or packed (heads_q, total_q).
     """
     dtype = torch.float64 if request.q.dtype == torch.float64 else torch.float32
+    p_dtype = torch.float8_e4m3fn if request.q.dtype in FLOAT8 else request.q.dtype
     result = Result.empty(request, output_dtype(request), dtype)
     for part in parts(request, dtype):
         (q_len, k_len), (group, _, _) = part.seen.shape, part.q.shape
         for first in range(0, q_len, tile_q):
             rows = slice(first, min(first + tile_q, q_len))
             visits = right_to_left(request.mask.key_blocks(rows.start, rows.stop - 1, q_len, k_len, tile_kv))
-            softmax = OnlineSoftmax((group, rows.stop - first), dtype, request.q.dtype, lazy_log2)
-            o = torch.zeros(group, rows.stop - first, part.v.shape[-1], dtype=dtype)
+            o = torch.zeros(group, rows.stop - first, part.v.shape[-1], dtype=dtype, device=part.v.device)
+            softmax = OnlineSoftmax.begin(o, p_dtype, lazy_log2)
             o = algorithm(QueryTile(part, rows, tile_kv), visits, softmax, o)
             result.put(part, *softmax.finish(o, part.sink), rows)
     return result.shaped(request)

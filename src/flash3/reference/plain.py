@@ -1,7 +1,8 @@
 """Plain torch attention in the inputs' own dtype: the yardstick for what a backend's error may be (see `error`).
 
 What someone would write in torch: matmuls, softmax, matmul, each result rounded to the dtype; the softmax itself inside in float32.
-FP8 has no such torch code: its matmuls are exact products in float32, and P is rounded to FP8 as the tensor cores would take it.
+FP8 has no such torch code: its matmuls are exact products in float32, and P is rounded to E4M3 as the tensor cores would take it (with V
+in E5M2 too: they multiply the one by the other, and P needs E4M3's digits, not E5M2's range).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .parts import Part, Result, parts
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 P_MAX_LOG2 = 8
-"""FP8 holds a row's probabilities scaled so that the largest is 2**8 (E4M3 reaches 448): few exponents, all of them used."""
+"""E4M3 holds a row's probabilities scaled so that the largest is 2**8 (it reaches 448): few exponents, all of them used."""
 
 
 def output_dtype(request: Request) -> torch.dtype:
@@ -35,10 +36,11 @@ def plain(request: Request) -> tuple[Tensor, Tensor]:
         out in the request's output dtype and lse float32 (float64 for float64 inputs), shapes as `attention`'s.
     """
     dtype = request.q.dtype
-    result = Result.empty(request, output_dtype(request), torch.promote_types(torch.float32, torch.float32 if dtype in FLOAT8 else dtype))
-    for part in parts(request, torch.float32 if dtype in FLOAT8 else dtype):
+    compute = torch.float32 if dtype in FLOAT8 else dtype
+    result = Result.empty(request, output_dtype(request), torch.promote_types(torch.float32, compute))
+    for part in parts(request, compute):
         p, lse = _softmax(part, result.lse.dtype)
-        p = _through_float8(p, dtype) if dtype in FLOAT8 else p.to(dtype)
+        p = _through_float8(p) if dtype in FLOAT8 else p.to(dtype)
         result.put(part, p @ part.v, lse)
     return result.shaped(request)
 
@@ -46,7 +48,7 @@ def plain(request: Request) -> tuple[Tensor, Tensor]:
 def _softmax(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """P (group, m, n) and L (group, m) in `dtype`, from scores in the part's own. Empty rows are put right afterwards."""
     s = scores(part).to(dtype)
-    nothing = ~part.seen.any(-1, keepdim=True) if part.sink is None else part.seen.new_zeros(part.seen.shape[0], 1)
+    nothing = ~part.seen.any(-1, keepdim=True) if part.sink is None else part.seen.new_zeros(len(part.seen), 1)
     s = s.masked_fill(~(part.seen | nothing), -torch.inf)  # an empty row keeps its scores: no NaN here or in its gradient
     if part.sink is not None:
         s = torch.cat([s, part.sink.to(dtype)[:, None, None].expand(-1, s.shape[1], 1)], dim=-1)
@@ -54,11 +56,11 @@ def _softmax(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return p, torch.logsumexp(s, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)
 
 
-def _through_float8(p: Tensor, dtype: torch.dtype) -> Tensor:
+def _through_float8(p: Tensor) -> Tensor:
     if p.shape[-1] == 0:
         return p
     up = 2.0**P_MAX_LOG2 / p.amax(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
-    return (p * up).to(dtype).to(p.dtype) / up
+    return (p * up).to(torch.float8_e4m3fn).to(p.dtype) / up
 
 
 def plain_gradients(request: Request, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -66,7 +66,7 @@ def run_backward(request: Request, saved: Saved, gradients: Gradients) -> None:
     at = request.q_sequences
     for at_q, at_k in runs(request):
         work, at_k = work_of(request, at_q, at_k)
-        own_saved = Saved(out=view(saved.out, at, at_q), lse=lse_view(saved.lse, at, at_q))
+        own_saved = Saved(out=view(saved.out, at, at_q), lse=_lse_of(work, lse_view(saved.lse, at, at_q)))
         d_lse = None if gradients.d_lse is None else lse_view(gradients.d_lse, at, at_q)
         own = Gradients(d_out=view(gradients.d_out, at, at_q), d_lse=d_lse)
         dq, dk, dv, d_sink = backward.gradients(work, own_saved, own)
@@ -92,6 +92,15 @@ def work_of(request: Request, at_q: Run, at_k: Run) -> tuple[Work, Run]:
         qv = None if qv is None else dequantized(qv, request.q_scale, batch)
     sees, scale = sees.narrowed(begin, end), default_scale(request)
     return Work(q=q, k=k, v=v, sees=sees, scale=scale, softcap=float(request.softcap), sink=request.sink, qv=qv), at_k
+
+
+def _lse_of(work: Work, saved: Tensor) -> Tensor:
+    """The LSE to make P from again. The saved one is float32: float64 inputs get theirs computed once more."""
+    if work.q.dtype != torch.float64:
+        return saved
+    lse = torch.empty_like(saved, dtype=torch.float64)
+    forward.attend(work, lse.new_empty(*lse.shape, work.v.shape[-1]), lse)
+    return lse
 
 
 def dequantized(x: Tensor, scale: Tensor | None, batch: slice) -> Tensor:
