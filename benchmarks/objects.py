@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import hashlib
 import json
 import os
 import queue
@@ -113,11 +114,13 @@ def _work(names: list[str], environment: dict[str, str], facts: queue.SimpleQueu
 @functools.cache
 def unpacked() -> dict[str, Any]:
     """Unpack where needed; the facts of what is there."""
-    if PACKED.exists() and (not (FOLDER / FACTS).exists() or PACKED.stat().st_mtime > (FOLDER / FACTS).stat().st_mtime):
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(PACKED) as tar:
-            tar.extractall(FOLDER, filter="data")
-        os.utime(FOLDER / FACTS)
+    if PACKED.exists():
+        digest, mark = hashlib.sha256(PACKED.read_bytes()).hexdigest(), FOLDER / "unpacked"
+        if not mark.exists() or mark.read_text() != digest:
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            with tarfile.open(PACKED) as tar:
+                tar.extractall(FOLDER, filter="data")
+            mark.write_text(digest)
     facts: dict[str, Any] = json.loads((FOLDER / FACTS).read_text())
     return facts
 
