@@ -7,6 +7,9 @@ same stride, and its pointer moves back by SEQUENCE_LIMIT rows. Row r of a seque
     address = pointer − LIMIT·stride + (LIMIT − length + r)·stride + (start + length)·stride = pointer + (start + r)·stride
 
 and r ≥ length is out of bounds: loads give zeros there and stores leave alone what belongs to others, at no cost in the kernel.
+
+One thing TMA does not forgive: a load of which not a single row is in bounds reads at the pointer itself, where nothing is mapped. So a
+sequence without keys loads one row of its neighbours (`loadable`); the mask hides it, and O is set to 0, not multiplied by it.
 """
 
 from dataclasses import dataclass
@@ -56,6 +59,12 @@ def extent_of(arrays: SequenceArrays, layout: SequenceLayout, batch: Int32, dens
     start = arrays.leftpad[batch] if layout.leftpad else zero
     row = arrays.batch_index[batch] if layout.batch_index else batch
     return Extent(row, start, cutlass.max(arrays.lengths[batch] - start, zero))
+
+
+def loadable(extent: Extent) -> Extent:
+    """The extent, or for an empty sequence one row that is surely there."""
+    some = cutlass.min(extent.length, Int32(1))
+    return Extent(extent.row, extent.start * some, cutlass.max(extent.length, Int32(1)))
 
 
 def rows_view(m, layout: SequenceLayout):

@@ -34,7 +34,7 @@ from cutlass.memory import SmemAllocator
 from ...sequences import SequenceKind
 from . import budget, roles, storage
 from .barriers import NoTurn, Turn
-from .extents import Extent, rows_view, sequence_arrays
+from .extents import Extent, loadable, rows_view, sequence_arrays
 from .fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_operand, convert
 from .keyblocks import KeyBlocks, TileBlocks, Walk, consumers_part
 from .masking import FragmentMask, bounds_of
@@ -293,6 +293,7 @@ class Forward:
                     tile = work.tile
                     q, k = work.extents(tile.batch)
                     blocks = as_int32(self.walk(ops, tile, q.length, k.length).of_tile())
+                    k = loadable(k) if const_expr(spec.k_layout.kind is not SequenceKind.DENSE) else k
                     load, work = produce(load, blocks, tile, tile.head // spec.heads_per_kv, q, k, work)
                     work.advance()
                 load.k.producer.tail()

@@ -12,7 +12,7 @@ from ...sequences import SequenceKind
 from . import storage
 from .barriers import sync_output
 from .extents import Extent, tile_of
-from .fragments import LANES_PER_ROW, ROW_STEP, convert, scale_rows
+from .fragments import LANES_PER_ROW, ROW_STEP, convert, scale_rows, scale_rows_or_clear
 from .operands import Operands
 from .schedule import WorkTile
 from .tiles import ROWS_PER_CONSUMER, ForwardSpec, Tiles
@@ -56,7 +56,10 @@ class OutputStore:
 
     @cute.jit
     def write_output(self, O: cute.Tensor, inverse: cute.Tensor, tile: WorkTile, extent: Extent):
-        scale_rows(O, inverse)
+        if const_expr(self.spec.k_layout.kind is SequenceKind.DENSE):
+            scale_rows(O, inverse)
+        else:  # a row without keys may hold NaN: its P is 0, but whose V was that?
+            scale_rows_or_clear(O, inverse)
         element = storage.ELEMENTS[self.spec.out_dtype]
         if const_expr(element is Float32):
             self.write_parts(O, tile, extent)
