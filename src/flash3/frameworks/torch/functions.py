@@ -177,7 +177,7 @@ def attention_varlen(
     return run(arguments, return_lse)
 
 
-def length_bound(name: str, value: int | Tensor | None) -> int | None:
+def length_bound(name: str, value: Any) -> int | None:
     """A longest length as an int. A tensor would have to be read back from the device: the total number of rows bounds it instead.
 
     Raises:
