@@ -185,10 +185,8 @@ def length_bound(name: str, value: Any) -> int | None:
     """
     if value is None or isinstance(value, Tensor):
         return None
-    if isinstance(value, (int, torch.SymInt)):
-        return value
     try:
-        return operator.index(value)
+        return value if isinstance(value, (int, torch.SymInt)) else operator.index(value)  # type: ignore[return-value]
     except TypeError:
         raise TypeError(f"{name} must be an int, a tensor or None, got {value!r} of type {type(value).__name__}") from None
 
