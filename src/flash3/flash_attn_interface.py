@@ -37,7 +37,13 @@ Result = Tensor | tuple[Tensor, ...]
 
 
 def _mask(causal: bool, window_size: Window | None, attention_chunk: int) -> Mask:
-    left, right = (None, None) if window_size is None else window_size
+    if window_size is None:
+        window_size = (None, None)
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(f"window_size must be (left, right), got {window_size!r} of type {type(window_size).__name__}")
+    if len(window_size) != 2:
+        raise ValueError(f"window_size must be (left, right), got {window_size!r}")
+    left, right = window_size
     return Mask(causal=bool(causal), left=left, right=right, chunk=attention_chunk or None)
 
 
@@ -205,8 +211,8 @@ def flash_attn_varlen_func(
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
-        max_seqlen_q=length_bound(max_seqlen_q),
-        max_seqlen_k=length_bound(max_seqlen_k),
+        max_seqlen_q=length_bound("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=length_bound("max_seqlen_k", max_seqlen_k),
         deterministic=deterministic,
         **_scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale),
         **options(_mask(causal, window_size, attention_chunk), _scale(q, qv, softmax_scale), softcap),
@@ -272,7 +278,7 @@ def flash_attn_with_kvcache(
         qv=None if qv is None else qv.detach(),
         sink=_sink(s_aux, sinks),
         cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=length_bound(max_seqlen_q),
+        max_seqlen_q=length_bound("max_seqlen_q", max_seqlen_q),
         **_scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale),
         **options(_mask(causal, window_size, attention_chunk), _scale(q, qv, softmax_scale), softcap),
     )

@@ -88,7 +88,7 @@ def refined(ops: Operands, tiles: Tiling, lse: Tensor) -> tuple[Tensor, Tensor]:
         for first, stop in tiles.tiles():
             softmax = row_statistics(slab, tiles, first, stop)
             row_max, log_sum, saved = softmax.row_max, softmax.log_sum(), stack(lse[heads], first, stop)
-            same = (row_max + log_sum - saved).abs() <= saved.abs() * 2**-21
+            same = (row_max + log_sum - saved).abs() <= saved.abs() * 2**-20
             whole[heads, :, first:stop] = slab.unstack(torch.where(same, row_max, saved))
             rest[heads, :, first:stop] = slab.unstack(torch.where(same, log_sum, 0))
     return whole, rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Attention(torch.autograd.Function):
 def run(arguments: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """Call the operator that the request needs: without a gradient, none is paid for."""
     a = arguments
+    a.check_types()
     tracked = (a.q, a.k, a.v) if a.sink is None else (a.q, a.k, a.v, a.sink)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tracked):
         check_differentiable(DTYPES.get(a.q.dtype, str(a.q.dtype)), a.qv is not None)
@@ -166,8 +168,8 @@ def attention_varlen(
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
-        max_seqlen_q=length_bound(max_seqlen_q),
-        max_seqlen_k=length_bound(max_seqlen_k),
+        max_seqlen_q=length_bound("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=length_bound("max_seqlen_k", max_seqlen_k),
         deterministic=deterministic,
         backend=backend,
         **options(mask, scale, softcap),
@@ -175,9 +177,18 @@ def attention_varlen(
     return run(arguments, return_lse)
 
 
-def length_bound(value: int | Tensor | None) -> int | None:
-    """A longest length as an int. A tensor would have to be read back from the device: the total number of rows bounds it instead."""
-    return None if isinstance(value, Tensor) else value
+def length_bound(name: str, value: Any) -> int | None:
+    """A longest length as an int. A tensor would have to be read back from the device: the total number of rows bounds it instead.
+
+    Raises:
+        TypeError: neither; the message names it.
+    """
+    if value is None or isinstance(value, Tensor):
+        return None
+    try:
+        return value if isinstance(value, (int, torch.SymInt)) else operator.index(value)  # type: ignore[return-value]
+    except TypeError:
+        raise TypeError(f"{name} must be an int, a tensor or None, got {value!r} of type {type(value).__name__}") from None
 
 
 def explain(q: Tensor | Problem, k: Tensor | None = None, v: Tensor | None = None, **keywords: Any) -> Explanation:
@@ -202,6 +213,7 @@ def explain(q: Tensor | Problem, k: Tensor | None = None, v: Tensor | None = Non
     lse = keywords.pop("return_lse", False)
     chosen = options(keywords.pop("mask", None), keywords.pop("scale", None), keywords.pop("softcap", 0.0))
     for name in ("max_seqlen_q", "max_seqlen_k"):
-        keywords[name] = length_bound(keywords.get(name))
+        keywords[name] = length_bound(name, keywords.get(name))
     arguments = Arguments(q, k, v, **chosen, **keywords)  # type: ignore[arg-type]
+    arguments.check_types()
     return dispatch.explain(Problem.of(arguments.request(lse=lse), describe), backend)

@@ -6,7 +6,6 @@ GPU: positions are computed where the lengths live.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
@@ -97,6 +96,8 @@ def attention_kvcache(
     Raises:
         TypeError, ValueError, NotImplementedError: as in `attention`; the cache is then unchanged.
     """
+    _check_cache(cache)
+    check_tensors(**{name: t for name, t in (("k_new", k_new), ("v_new", v_new), ("sink", sink)) if t is not None})
     new = NewTokens(k_new, v_new, cu_seqlens_q if k_new is not None and k_new.dim() == 3 else None)
     if torch.is_grad_enabled():
         for name, t in (("q", q), ("cache.k", cache.k), ("cache.v", cache.v), ("k_new", k_new), ("v_new", v_new), ("sink", sink)):
@@ -108,11 +109,13 @@ def attention_kvcache(
         cache.v,
         sink=sink,
         cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=length_bound(max_seqlen_q),
+        max_seqlen_q=length_bound("max_seqlen_q", max_seqlen_q),
         backend=backend,
         **options(mask, scale, softcap),
     )
-    if num_splits is not None and operator.index(num_splits) < 0:
+    if num_splits is not None and not isinstance(num_splits, int):
+        raise TypeError(f"num_splits must be an int or None, got {num_splits!r} of type {type(num_splits).__name__}")
+    if num_splits is not None and num_splits < 0:
         raise ValueError(f"num_splits must be >= 0 or None, got {num_splits}")
     return attend(arguments, cache, new, rotary, return_lse)
 
@@ -137,6 +140,8 @@ class NewTokens:
             wanted = (*rows, *kept.shape[-2:])
             if tuple(t.shape) != tuple(wanted):
                 raise ValueError(f"{name} must have shape {tuple(wanted)} to fit the cache {tuple(kept.shape)}, got {tuple(t.shape)}")
+            if t.dtype != kept.dtype:
+                raise TypeError(f"{name} must have the cache's dtype {kept.dtype}, got {t.dtype}")
             if t.device != kept.device:
                 raise ValueError(f"{name} is on {t.device}, the cache on {kept.device}: all tensors must be on one device")
         if self.k.shape[:-1] != self.v.shape[:-1]:
@@ -168,6 +173,7 @@ def attend(arguments: Arguments, cache: KVCache, new: NewTokens, rotary: Rotary 
         batch_index=cache.batch_index,
         page_table=cache.page_table,
     )
+    arguments.check_types()
     if new.k is not None and not torch.compiler.is_compiling():
         _check_before_writing(arguments, cache, new, rotary)
     k_new, v_new = new.k, new.v
@@ -199,6 +205,8 @@ def _check_cache(cache: KVCache) -> None:
 
 
 def _check_rotary(rotary: Rotary, new: NewTokens, q: Tensor) -> None:
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary must be a flash3.Rotary or None, got {type(rotary).__name__}")
     if new.k is None:
         raise ValueError("rotary needs k_new and v_new: it rotates q together with the keys that are appended")
     check_tensors(**{"rotary.cos": rotary.cos, "rotary.sin": rotary.sin})

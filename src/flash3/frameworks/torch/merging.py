@@ -28,8 +28,7 @@ def merge(
         TypeError: not tensors, or lses not float32 or float64.
         ValueError: shapes that do not go together, or nothing to merge.
     """
-    outs = torch.stack(tuple(outs)) if not isinstance(outs, Tensor) else outs
-    lses = torch.stack(tuple(lses)) if not isinstance(lses, Tensor) else lses
+    outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     _check(outs, lses)
     high = torch.float64 if outs.dtype == torch.float64 else torch.float32
     lses = lses.to(high)
@@ -45,8 +44,21 @@ def merge(
     return out.to(out_dtype or outs.dtype), lse
 
 
+def _stacked(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
+    if isinstance(parts, Tensor):
+        return parts
+    if not isinstance(parts, Sequence):
+        raise TypeError(f"{name} must be a torch.Tensor or a sequence of them, got {type(parts).__name__}")
+    check_tensors(**{f"{name}[{i}]": part for i, part in enumerate(parts)})
+    shapes = sorted({tuple(part.shape) for part in parts})
+    if len(shapes) != 1:
+        raise ValueError(f"{name} must be n >= 1 tensors of one shape, got {len(parts)} of shapes {', '.join(map(str, shapes)) or 'none'}")
+    return torch.stack(tuple(parts))
+
+
 def _check(outs: Tensor, lses: Tensor) -> None:
-    check_tensors(outs=outs, lses=lses)
+    if not outs.is_floating_point():
+        raise TypeError(f"outs must be floating point, got {outs.dtype}")
     if lses.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"lses must be float32 or float64, got {lses.dtype}")
     if outs.dim() not in (4, 5) or outs.shape[0] == 0:

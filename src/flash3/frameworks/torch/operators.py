@@ -80,6 +80,16 @@ class Arguments(NamedTuple):
             task=task,
         )
 
+    def check_types(self) -> None:
+        """Each tensor is one.
+
+        Raises:
+            TypeError: one is not; the message names it.
+        """
+        for i, value in enumerate(self[:_TENSORS]):
+            if value is not None and not isinstance(value, Tensor):
+                raise TypeError(f"{self._fields[i]} must be a torch.Tensor, got {type(value).__name__}: {value!r}")
+
     def _queries(self) -> Sequences:
         if self.cu_seqlens_q is not None:
             return Packed(cu_seqlens=self.cu_seqlens_q, max_length=self.max_seqlen_q, used=self.seqused_q)
@@ -93,6 +103,10 @@ class Arguments(NamedTuple):
         if self.seqused_k is not None:
             return Padded(lengths=self.seqused_k, leftpad=self.leftpad, batch_index=self.batch_index)
         return Dense()
+
+
+_TENSORS = Arguments._fields.index("max_seqlen_q")
+"""How many fields hold tensors: the first ones."""
 
 
 def mask_numbers(mask: Mask | None) -> dict[str, Any]:
