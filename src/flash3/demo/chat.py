@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import flash3
-from flash3.demo import gguf_llama, measure, picture
-from flash3.demo.generate import Answers, with_flash3, with_transformers
-from flash3.demo.options import Options, Progress, device_name, serving_backend
-from flash3.demo.weights import SMOLLM2
+
+from . import gguf_llama, measure, picture
+from .generate import Answers, with_flash3, with_transformers
+from .options import Options, Progress, device_name, serving_backend
+from .results import Answer, ChatResult, ChatRun, LayerErrors
+from .weights import SMOLLM2, CannotRun
 
 NAME = "SmolLM2-135M-Instruct"
 PROMPTS = (
@@ -22,45 +24,6 @@ PROMPTS = (
 ROUNDS = 2  # timed ones, after a warm-up of a few tokens; speed is the best of them
 WARM_UP_TOKENS = 2
 REFERENCE, OURS, THEIRS = "transformers, eager", "flash3, paged", "transformers, torch SDPA"
-
-
-@dataclass(frozen=True)
-class Answer:
-    prompt: str
-    answer: str
-    prompt_tokens: int
-    tokens: list[int]
-    tokens_equal: bool
-
-
-@dataclass(frozen=True)
-class Run:
-    """One way to run the model, beside the reference."""
-
-    name: str
-    equal_tokens: int
-    all_tokens: int
-    largest_logit_difference: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
-class ChatResult:
-    """All that the demo shows; `checks` says what must hold."""
-
-    model: str
-    device: str
-    dtype: str
-    backend: str
-    answers: list[Answer]
-    runs: list[Run]
-    largest_logit: float
-    closest_call: float
-    logit_difference_allowed: float
-    layers: list[measure.LayerErrors]
-    layer_tokens: int
-    picture: str
-    checks: dict[str, bool]
 
 
 @dataclass(frozen=True)
@@ -93,7 +56,7 @@ def run(options: Options, progress: Progress) -> ChatResult:
         dtype=str(options.dtype).removeprefix("torch."),
         backend=backend,
         answers=answer_rows(chat, ours, reference),
-        runs=[Run(n, a.equal_tokens, a.all_tokens, a.largest_logit_difference, speed[n]) for n, a in agree.items()],
+        runs=[ChatRun(n, a.equal_tokens, a.all_tokens, a.largest_logit_difference, speed[n]) for n, a in agree.items()],
         largest_logit=largest_logit,
         closest_call=measure.closest_call(reference),
         logit_difference_allowed=logit_limit,
@@ -109,12 +72,19 @@ def run(options: Options, progress: Progress) -> ChatResult:
 
 
 def load(options: Options, progress: Progress) -> Conversation:
-    """The model, and each prompt as one user message in its chat format."""
+    """The model, and each prompt as one user message in its chat format.
+
+    Raises:
+        CannotRun: the weights are missing, or a prompt with its answer is longer than the model reads.
+    """
     progress.begin(f"Loading {NAME}")
     model, tokenizer = gguf_llama.load(SMOLLM2.path(), options.dtype, options.device)
     prompts = options.prompts or PROMPTS
     messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
     encoded = [list(tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=True)["input_ids"]) for m in messages]
+    longest = max(map(len, encoded)) + options.tokens
+    if longest > model.config.max_position_embeddings:
+        raise CannotRun(f"a prompt with its answer may have {model.config.max_position_embeddings} tokens; this would be {longest}")
     return Conversation(model, tokenizer, prompts, encoded)
 
 
@@ -145,7 +115,7 @@ def answer_rows(chat: Conversation, ours: Answers, reference: Answers) -> list[A
     ]
 
 
-def layer_table(model: LlamaForCausalLM, text: list[int], options: Options, progress: Progress) -> list[measure.LayerErrors]:
+def layer_table(model: LlamaForCausalLM, text: list[int], options: Options, progress: Progress) -> list[LayerErrors]:
     """Each layer's attention against float64 while the model reads one prompt with its answer."""
     recorded = measure.real_qkv(model, text)
     each = progress.begin("Each layer's attention against float64", len(recorded))

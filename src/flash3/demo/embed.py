@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 
 import torch
@@ -12,11 +11,13 @@ from transformers import BertModel, BertTokenizerFast, PreTrainedModel
 from transformers.utils import logging
 
 import flash3
-from flash3.demo import measure
-from flash3.demo.generate import synchronize
-from flash3.demo.options import Options, Progress, device_name, serving_backend
-from flash3.demo.plugged import PACKED, Packed, PackedBatch, using
-from flash3.demo.weights import MINILM
+
+from . import measure
+from .generate import synchronize
+from .options import Options, Progress, device_name, serving_backend
+from .plugged import PACKED, Packed, PackedBatch, using
+from .results import EmbedResult, EmbedRun
+from .weights import MINILM
 
 NAME = "all-MiniLM-L6-v2"
 SENTENCES = (
@@ -32,39 +33,14 @@ ROUNDS = 4  # the first one warms up; speed is the best of the others
 REFERENCE, OURS, THEIRS = "padded, eager", "packed, flash3", "padded, torch SDPA"
 
 
-@dataclass(frozen=True)
-class Run:
-    """One way to embed the batch, beside the reference."""
-
-    name: str
-    largest_difference: float
-    smallest_cosine: float
-    token_slots: int
-    sentences_per_second: float
-
-
-@dataclass(frozen=True)
-class EmbedResult:
-    """All that the demo shows; `checks` says what must hold."""
-
-    model: str
-    device: str
-    dtype: str
-    backend: str
-    sentences: list[str]
-    similarity: list[list[float]]
-    runs: list[Run]
-    difference_allowed: float
-    timed_sentences: int
-    checks: dict[str, bool]
-
-
 def run(options: Options, progress: Progress) -> EmbedResult:
     """Load, embed in three ways, set every number beside its bound."""
     progress.begin(f"Loading {NAME}")
     logging.disable_progress_bar()  # the demo shows its own
     folder = MINILM.path().parent
-    model = BertModel.from_pretrained(folder, attn_implementation="eager", dtype=options.dtype, local_files_only=True).to(options.device).eval()
+    model = (
+        BertModel.from_pretrained(folder, attn_implementation="eager", dtype=options.dtype, local_files_only=True).to(options.device).eval()
+    )
     tokenizer = BertTokenizerFast.from_pretrained(folder, local_files_only=True)
     heads = model.config.num_attention_heads
     backend = serving_backend(options, heads, heads, model.config.hidden_size // heads, flash3.Mask())
@@ -97,10 +73,10 @@ def run(options: Options, progress: Progress) -> EmbedResult:
     )
 
 
-def beside(name: str, ours: torch.Tensor, reference: torch.Tensor, slots: int, speed: float) -> Run:
+def beside(name: str, ours: torch.Tensor, reference: torch.Tensor, slots: int, speed: float) -> EmbedRun:
     difference = (ours - reference).abs().nan_to_num(nan=float("inf")).max().item()
     cosine = torch.nn.functional.cosine_similarity(ours.double(), reference.double()).min().item()
-    return Run(name, difference, cosine, slots, speed)
+    return EmbedRun(name, difference, cosine, slots, speed)
 
 
 @torch.inference_mode()

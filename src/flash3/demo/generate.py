@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from flash3.demo.paged import PagedCache
-from flash3.demo.plugged import Packed, PagedStep, paged_model, rotary_tables, using
-
-PAGE_SIZE = 16
+from .paged import PagedCache
+from .plugged import Packed, PagedStep, paged_model, rotary_tables, using
 
 
 def nothing() -> None:
@@ -45,13 +43,20 @@ def synchronize(device: torch.device) -> None:
 
 @torch.inference_mode()
 def with_flash3(
-    model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], tokens: int, *, backend: str | None = None, each: Callable[[], None] = nothing
+    model: LlamaForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    backend: str | None = None,
+    each: Callable[[], None] = nothing,
 ) -> Answers:
     """Prompts of different lengths go in packed, without padding; their keys and values go to shuffled pages of 16 slots.
 
     Every step, the prompts and each single token after them, is the same call.
     """
     config, device = model.config, model.device
+    synchronize(device)
+    start = time.perf_counter()
     capacity = max(map(len, prompts)) + tokens
     cache = PagedCache(
         layers=config.num_hidden_layers,
@@ -59,14 +64,11 @@ def with_flash3(
         head_dim=config.head_dim,
         batch=len(prompts),
         capacity=capacity,
-        page_size=PAGE_SIZE,
-        dtype=model.dtype,
-        device=device,
+        like=model.get_input_embeddings().weight,
     )
     rotary = rotary_tables(model, capacity)
-    synchronize(device)
-    start = time.perf_counter()
-    steps, chosen = [], []
+    steps: list[torch.Tensor] = []
+    chosen: list[torch.Tensor] = []
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     new, counts = torch.tensor([t for p in prompts for t in p], device=device), [len(p) for p in prompts]
     with paged_model(model):
@@ -121,7 +123,9 @@ def with_transformers(
     with using(model, attention):
         synchronize(device)
         start = time.perf_counter()
-        out = model.generate(padded, attention_mask=visible, generation_config=greedy, stopping_criteria=StoppingCriteriaList([Watched(each)]))
+        out = model.generate(
+            padded, attention_mask=visible, generation_config=greedy, stopping_criteria=StoppingCriteriaList([Watched(each)])
+        )
         synchronize(device)
         seconds = time.perf_counter() - start
     chosen = out.sequences[:, width:].T

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from flash3.demo.weights import CannotRun
+from .weights import CannotRun
 
 CONTROL_TOKEN = 3  # GGUF's token type of <|im_start|> and its like
 
@@ -124,7 +124,9 @@ def tokenizer(fields: Fields) -> PreTrainedTokenizerFast:
     words = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     bpe = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     bpe.decoder = decoders.ByteLevel()
     types = fields["tokenizer.ggml.token_type"]
     bpe.add_special_tokens([AddedToken(word, special=True) for word, kind in zip(words, types, strict=True) if kind == CONTROL_TOKEN])

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 
 import flash3
-from flash3.demo.weights import CannotRun
+
+from .weights import CannotRun
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,11 @@ class PagedCache:
         layers, heads, head_dim: of the model's keys and values.
         batch: number of sequences.
         capacity: most tokens that one sequence may reach.
+        like: a tensor of the model's dtype, on its device.
         page_size: slots in a page.
     """
 
-    def __init__(
-        self, *, layers: int, heads: int, head_dim: int, batch: int, capacity: int, page_size: int, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, *, layers: int, heads: int, head_dim: int, batch: int, capacity: int, like: torch.Tensor, page_size: int = 16):
         self.page_size = page_size
         self.pages_per_sequence = -(-capacity // page_size)
         num_pages = batch * self.pages_per_sequence
@@ -33,12 +32,12 @@ class PagedCache:
         random.Random(0).shuffle(self.free)
         storage = (layers, num_pages, page_size, heads, head_dim)
         # Not zeros: a slot that no token has filled must never be read, so what it holds may not matter.
-        self.k = torch.full(storage, float("nan"), dtype=dtype, device=device)
-        self.v = torch.full(storage, float("nan"), dtype=dtype, device=device)
+        self.k = like.new_full(storage, float("nan"))
+        self.v = like.new_full(storage, float("nan"))
         self.pages: list[list[int]] = [[] for _ in range(batch)]
         self.lengths = [0] * batch
-        self.page_table = torch.zeros(batch, self.pages_per_sequence, dtype=torch.int32, device=device)
-        self.device_lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.page_table = torch.zeros(batch, self.pages_per_sequence, dtype=torch.int32, device=like.device)
+        self.device_lengths = torch.zeros(batch, dtype=torch.int32, device=like.device)
 
     def reserve(self, counts: Sequence[int]) -> None:
         """Give every sequence the pages that its next `counts` tokens need.

