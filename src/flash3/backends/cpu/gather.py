@@ -86,7 +86,9 @@ def keys(request: Request, run: Run) -> tuple[Tensor, Tensor]:
         return view(request.k, layout, run), view(request.v, layout, run)
     pages, skip = _pages(request.k, layout, run)
     chosen = pages.flatten()
-    k, v = (x.index_select(0, chosen).view(run.count, -1, *x.shape[2:]) if len(chosen) else _no_slots(x, run) for x in (request.k, request.v))
+    k, v = (
+        x.index_select(0, chosen).view(run.count, -1, *x.shape[2:]) if len(chosen) else _no_slots(x, run) for x in (request.k, request.v)
+    )
     slots = slice(skip, skip + run.length)
     return k[:, slots].transpose(1, 2), v[:, slots].transpose(1, 2)
 
