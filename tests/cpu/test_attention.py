@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -255,4 +254,9 @@ def test_same_inputs_same_bits() -> None:
 def test_tiles_are_its_own_affair() -> None:
     with pytest.raises(ValueError, match="tiles must be None"):
         plan.CpuBackend().plan(Problem.of(request_of(3, 3), describe), tiles=(64, 64))
-    assert math.isfinite(fused.MIN_ROWS)
+
+
+def test_support_says_how() -> None:
+    backend = plan.CpuBackend()
+    assert "fused" in backend.support(Problem.of(request_of(3, 3), describe)).note
+    assert "blocks" in backend.support(Problem.of(request_of(3, 3, softcap=2.0), describe)).note

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from ..base import Gradients, Saved
 from .blocks import Operands, by_kv_head, compute_dtype, operands, stack, tiling
-from .forward import finite, row_statistics
+from .forward import attend_tile, finite
 from .work import Block, Tiling, Work
 
 LARGEST_LSE = {torch.float64: 0.0, torch.float32: 64.0, torch.float16: 1024.0, torch.bfloat16: 8192.0}
 """Up to here float32 holds an LSE well enough for gradients of this type."""
+SAME_LSE = 2.0**-20
+"""How far two float32 LSEs of the same row may be apart, relatively: their rounding, and that of the scores by another order of sums."""
 
 
 @dataclass(frozen=True)
@@ -62,36 +64,42 @@ def lse_is_coarse(lse: Tensor, dtype: torch.dtype) -> bool:
     return lse.numel() > 0 and bool(finite(lse).abs().max() > LARGEST_LSE[dtype])
 
 
-def delta_of(saved: Saved, grads: Gradients, dtype: torch.dtype) -> Tensor:
-    """rowsum(dO ∘ O) − dLSE, (batch, heads_q, rows)."""
-    delta = (grads.d_out.to(dtype) * saved.out).sum(-1)
-    return delta if grads.d_lse is None else delta.sub_(grads.d_lse)
+def delta_of(d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
+    """rowsum(dO ∘ O) − dLSE, (batch, heads_q, rows), in d_out's dtype."""
+    delta = (d_out * out).sum(-1)
+    return delta if d_lse is None else delta.sub_(d_lse)
 
 
 def row_data(work: Work, saved: Saved, grads: Gradients, loops: tuple[Operands, Tiling]) -> Rows:
     """Rows without keys get gradient 0 and LSE +inf: their P is 0, whatever their d_out holds."""
     dtype = compute_dtype(work.q.dtype)
-    d_out, delta = grads.d_out.to(dtype), delta_of(saved, grads, dtype)
+    lse, rest, out = by_kv_head(saved.lse.to(dtype)[..., None], work), None, saved.out
+    if lse_is_coarse(saved.lse, work.q.dtype):
+        lse, rest, stacked_out = refined(*loops, lse, by_kv_head(out.to(dtype), work))
+        out = stacked_out.view(out.shape)
+    d_out = grads.d_out.to(dtype)
+    delta = delta_of(d_out, out, grads.d_lse)
     empty = saved.lse == -torch.inf
     if empty.any():
         d_out, delta = d_out.masked_fill(empty[..., None], 0), delta.masked_fill(empty, 0)
-    lse = by_kv_head(saved.lse.to(dtype)[..., None], work)
-    lse, rest = refined(*loops, lse) if lse_is_coarse(saved.lse, work.q.dtype) else (lse, None)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    return Rows(by_kv_head(d_out, work), by_kv_head(delta[..., None], work), lse, rest)
+    return Rows(by_kv_head(d_out, work), by_kv_head(delta[..., None], work), lse.masked_fill(lse == -torch.inf, torch.inf), rest)
 
 
-def refined(ops: Operands, tiles: Tiling, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The LSE in two parts, row_max and log row_sum, for rows where their sum is the saved one within its rounding; (lse, 0) for others."""
-    whole, rest = lse.clone(), torch.zeros_like(lse)
+def refined(ops: Operands, tiles: Tiling, lse: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """LSE in two parts, row_max and log row_sum, and O, made again where the saved LSE is these keys'; other rows keep (lse, 0, out).
+
+    O too: where P is nearly all on one key, dP − delta is a small difference, and O must be of the P that dP meets.
+    """
+    whole, rest, out = lse.clone(), torch.zeros_like(lse), out.clone()
     for heads, slab in ops.slabs(tiles):
         for first, stop in tiles.tiles():
-            softmax = row_statistics(slab, tiles, first, stop)
+            again, softmax = attend_tile(slab, tiles, first, stop)
             row_max, log_sum, saved = softmax.row_max, softmax.log_sum(), stack(lse[heads], first, stop)
-            same = (row_max + log_sum - saved).abs() <= saved.abs() * 2**-20
+            same = (row_max + log_sum - saved).abs() <= saved.abs() * SAME_LSE
             whole[heads, :, first:stop] = slab.unstack(torch.where(same, row_max, saved))
             rest[heads, :, first:stop] = slab.unstack(torch.where(same, log_sum, 0))
-    return whole, rest
+            out[heads, :, first:stop] = slab.unstack(torch.where(same, again, stack(out[heads], first, stop)))
+    return whole, rest, out
 
 
 def tile_gradients(ops: Operands, blocks: Iterator[Block], q: Tensor, rows: Rows, dkv: tuple[Tensor, Tensor]) -> Tensor:

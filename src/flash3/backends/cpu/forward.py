@@ -63,15 +63,6 @@ def attend_tile(ops: Operands, tiles: Tiling, first: int, stop: int) -> tuple[Te
     return out.div_(softmax.row_sum.masked_fill(softmax.row_sum == 0, 1)), softmax
 
 
-def row_statistics(ops: Operands, tiles: Tiling, first: int, stop: int) -> OnlineSoftmax:
-    """The softmax of one tile alone."""
-    q = stack(ops.q, first, stop)
-    softmax = OnlineSoftmax(ops, q)
-    for block in tiles.blocks(first, stop):
-        softmax.update(ops.scores(q, None, block))
-    return softmax
-
-
 def finite(row_max: Tensor) -> Tensor:
     """row_max with 0 for rows that have seen no key: exp(−inf − 0) is 0, exp(−inf + inf) would be NaN."""
     return row_max.masked_fill(row_max == -torch.inf, 0)

@@ -30,7 +30,9 @@ class CpuBackend:
             return Refusal(f"{spec.dtype.value} inputs have no backward here")
         if spec.task is Task.BACKWARD and spec.qv:
             return Refusal("attention with qv has no backward")
-        return Support()
+        if spec.softcap or spec.qv:
+            return Support("by blocks of keys: torch's fused attention has no softcap and no qv")
+        return Support("torch's fused attention, by tiles of queries where the mask is neither full nor square causal")
 
     def plan(self, problem: Problem, tiles: Any = None) -> Plan:
         """See backends.base. Tile sizes follow from each sequence's lengths; there is nothing to override.
