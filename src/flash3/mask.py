@@ -105,7 +105,8 @@ def _whole(name: str, value: Any, lowest: int | None) -> int:
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     try:
-        number = operator.index(value)
+        # A traced program's int may stand for any number: operator.index would make it a constant.
+        number = value if isinstance(value, int) else operator.index(value)
     except TypeError:
         kind = "an integer" if name == "k_offset" else "an integer or None"
         raise TypeError(f"{name} must be {kind}, got {value!r} of type {type(value).__name__}") from None

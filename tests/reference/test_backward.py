@@ -129,6 +129,17 @@ def test_rows_without_keys_have_no_gradient() -> None:
     assert d_sink is None
 
 
+def test_a_sink_that_is_switched_off() -> None:
+    """-inf, for a head without one: as without a sink, rows without keys included."""
+    without = Batch.random([(5, 3)]).one(0, mask=Mask(causal=True))
+    g = torch.Generator().manual_seed(0)
+    d_out, d_lse = torch.randn(1, 5, 4, 8, generator=g), torch.randn(1, 4, 5, generator=g)
+    *grads, d_sink = reference.gradients(replace(without, sink=torch.full((4,), -torch.inf)), d_out, d_lse)
+    for grad, exact in zip(grads, reference.gradients(without, d_out, d_lse)[:3], strict=True):
+        assert torch.equal(grad, exact)
+    assert torch.equal(d_sink, torch.zeros(4, dtype=torch.float64))
+
+
 def test_qv_has_no_gradient() -> None:
     request = Batch.random([(2, 3)]).one(0, qv=torch.zeros(1, 2, 4, 8))
     with pytest.raises(ValueError, match="attention with qv has no gradient"):

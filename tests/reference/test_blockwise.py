@@ -158,8 +158,8 @@ def update(softmax: OnlineSoftmax, *scores: float) -> tuple[float, float]:
     return p.max().item(), alpha.item()
 
 
-def begin(**options: Any) -> OnlineSoftmax:
-    return OnlineSoftmax.begin(torch.zeros(1, 1, 8), torch.float32, **options)
+def begin(p_dtype: torch.dtype = torch.float32, **options: Any) -> OnlineSoftmax:
+    return OnlineSoftmax.begin(torch.zeros(1, 1, 8), p_dtype, **options)
 
 
 def test_the_maximum_is_followed_at_once() -> None:
@@ -185,6 +185,17 @@ def test_an_empty_block_leaves_everything() -> None:
     assert update(softmax, -3.0) == (1.0, 0.0)
     assert update(softmax, -torch.inf) == (0.0, 1.0)
     assert softmax.row_max.item() == -3.0
+
+
+@pytest.mark.parametrize("lazy_log2", [0.0, 8.0])
+@pytest.mark.parametrize(("p_dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 1.0), (torch.float8_e4m3fn, 256.0)])
+def test_probabilities_are_rounded(p_dtype: torch.dtype, scale: float, lazy_log2: float) -> None:
+    """P̃ holds values of its dtype only (FP8: times a power of two), each within half a step of exp(S - m)."""
+    s = torch.linspace(-4, 0, 33).reshape(1, 1, -1)
+    p, _ = begin(p_dtype, lazy_log2=lazy_log2).update(s)
+    scale *= 2**-lazy_log2 if p_dtype is torch.float8_e4m3fn else 1
+    assert torch.equal(p, (s.exp() * scale).to(p_dtype).float() / scale)
+    assert not torch.equal(p, s.exp())
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

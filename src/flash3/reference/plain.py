@@ -46,14 +46,12 @@ def plain(request: Request) -> tuple[Tensor, Tensor]:
 
 
 def _softmax(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """P (group, m, n) and L (group, m) in `dtype`, from scores in the part's own. Empty rows are put right afterwards."""
-    s = scores(part).to(dtype)
-    nothing = ~part.seen.any(-1, keepdim=True) if part.sink is None else part.seen.new_zeros(len(part.seen), 1)
-    s = s.masked_fill(~(part.seen | nothing), -torch.inf)  # an empty row keeps its scores: no NaN here or in its gradient
+    """P (group, m, n) and L (group, m) in `dtype`, from scores in the part's own. The softmax of an empty row is NaN, its P is 0."""
+    s = scores(part).to(dtype).masked_fill(~part.seen, -torch.inf)
     if part.sink is not None:
         s = torch.cat([s, part.sink.to(dtype)[:, None, None].expand(-1, s.shape[1], 1)], dim=-1)
-    p = torch.softmax(s, dim=-1)[..., : part.seen.shape[1]].masked_fill(nothing, 0.0)
-    return p, torch.logsumexp(s, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)
+    p = torch.softmax(s, dim=-1)[..., : part.seen.shape[1]].masked_fill(~part.seen, 0.0)
+    return p, torch.logsumexp(s, dim=-1)
 
 
 def _through_float8(p: Tensor) -> Tensor:

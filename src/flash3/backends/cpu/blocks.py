@@ -11,19 +11,22 @@ from torch import Tensor
 from .work import Block, Tiling, Work
 
 TILE_ROWS = 256
-TILE_KEYS = 512
-STEP_ELEMENTS = 1 << 18
-"""Scores of one step, over all its heads: 1 MB in float32, so that what a step makes stays in the caches."""
+TILE_KEYS = 256
+STEP_ELEMENTS = 1 << 19
+"""Scores of one step, over all its heads: 2 MB in float32, so that what a step makes stays in the caches."""
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Key heads in the dtype of computation: k, v (heads, k_len, ·), and q, qv (heads, group, q_len, ·) of the query heads that share them."""
+    """Key heads in the dtype of computation: k, v (heads, k_len, ·), and for the query heads that share them q, qv (heads, group, q_len, ·)
+    and sink (heads, group).
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     qv: Tensor | None
+    sink: Tensor | None
     scale: float
     softcap: float
 
@@ -36,8 +39,19 @@ class Operands:
         size = max(1, STEP_ELEMENTS // (tiles.rows * self.group * tiles.keys))
         for first in range(0, self.k.shape[0], size):
             heads = slice(first, first + size)
-            qv = None if self.qv is None else self.qv[heads]
-            yield heads, Operands(self.q[heads], self.k[heads], self.v[heads], qv, self.scale, self.softcap)
+            qv, sink = (None if x is None else x[heads] for x in (self.qv, self.sink))
+            yield heads, Operands(self.q[heads], self.k[heads], self.v[heads], qv, sink, self.scale, self.softcap)
+
+    def first_max(self, q: Tensor) -> Tensor:
+        """The row maximum (heads, rows, 1) before any key: the sink, or −inf."""
+        start = q.new_full(q.shape[:-1], -torch.inf)
+        if self.sink is not None:
+            start.view(*self.sink.shape, -1).copy_(self.sink[..., None])
+        return start[..., None]
+
+    def unstack(self, x: Tensor) -> Tensor:
+        """A tile's (heads, group · rows, ·) as (heads, group, rows, ·)."""
+        return x.unflatten(1, (self.group, -1))
 
     def scores(self, q: Tensor, qv: Tensor | None, block: Block) -> Tensor:
         """S = scale·q kᵀ (capped), −inf where hidden, for stacked rows q (heads, group · rows, head_dim)."""
@@ -48,7 +62,7 @@ class Operands:
         if self.softcap:
             S.tanh_().mul_(self.softcap)
         if block.hidden is not None:
-            S.view(len(S), self.group, *block.hidden.shape).masked_fill_(block.hidden, -torch.inf)
+            self.unstack(S).masked_fill_(block.hidden, -torch.inf)
         return S
 
 
@@ -58,7 +72,8 @@ def operands(work: Work) -> Operands:
     q, qv = (None if x is None else by_kv_head(x.to(dtype), work) for x in (work.q, work.qv))
     k, v = (x.to(dtype).flatten(0, 1) for x in (work.k, work.v))
     assert q is not None
-    return Operands(q, k, v, qv, work.scale, work.softcap)
+    sink = None if work.sink is None else by_kv_head(work.sink.to(dtype).expand(work.q.shape[0], -1), work)
+    return Operands(q, k, v, qv, sink, work.scale, work.softcap)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from ...problem import Request
@@ -80,14 +79,20 @@ def lse_view(lse: Tensor, layout: Sequences, run: Run) -> Tensor:
     return view(lse.transpose(-1, -2), layout, run)
 
 
-def keys(x: Tensor, layout: Sequences, run: Run) -> Tensor:
-    """The run's slots of K or V as (count, heads, length, dim): a view, or a copy of the pages that hold them."""
+def keys(request: Request, run: Run) -> tuple[Tensor, Tensor]:
+    """The run's slots of K and V as (count, heads, length, dim): views, or copies of the pages that hold them."""
+    layout = request.k_sequences
     if not isinstance(layout, Paged):
-        return view(x, layout, run)
-    pages, skip = _pages(x, layout, run)
-    gathered = x.index_select(0, pages.flatten())
-    slots = gathered.view(run.count, pages.shape[1] * x.shape[1], *x.shape[2:])
-    return slots[:, skip : skip + run.length].transpose(1, 2)
+        return view(request.k, layout, run), view(request.v, layout, run)
+    pages, skip = _pages(request.k, layout, run)
+    chosen = pages.flatten()
+    k, v = (x.index_select(0, chosen).view(run.count, -1, *x.shape[2:]) if len(chosen) else _no_slots(x, run) for x in (request.k, request.v))
+    slots = slice(skip, skip + run.length)
+    return k[:, slots].transpose(1, 2), v[:, slots].transpose(1, 2)
+
+
+def _no_slots(x: Tensor, run: Run) -> Tensor:
+    return x.new_empty(run.count, 0, *x.shape[2:])
 
 
 def add_keys(total: Tensor, layout: Sequences, run: Run, part: Tensor) -> None:
@@ -106,5 +111,5 @@ def _pages(x: Tensor, layout: Paged, run: Run) -> tuple[Tensor, int]:
     size = x.shape[1]
     first = run.start // size
     stop = -(-(run.start + run.length) // size) if run.length else first  # entries past a sequence's end may hold anything
-    rows = run.row + run.row_step * torch.arange(run.count)
+    rows = slice(run.row, run.row + run.count * max(1, run.row_step), max(1, run.row_step))
     return layout.page_table[rows, first:stop], run.start - first * size

@@ -11,7 +11,7 @@ from ...plan import Plan
 from ...problem import Problem, Request, Task, default_scale
 from ...sequences import Dense
 from ..base import Gradients, Refusal, Saved, Support
-from . import backward, forward
+from . import backward, forward, fused
 from .gather import Run, add_keys, keys, lse_view, runs, view
 from .work import Visibility, Work
 
@@ -54,7 +54,8 @@ def run_forward(request: Request, out: Tensor, lse: Tensor | None) -> None:
     for at_q, at_k in runs(request):
         work, _ = work_of(request, at_q, at_k)
         own_lse = None if lse is None else lse_view(lse, request.q_sequences, at_q)
-        forward.attend(work, view(out, request.q_sequences, at_q), own_lse)
+        attend = fused.attend if fused.fits(work) else forward.attend
+        attend(work, view(out, request.q_sequences, at_q), own_lse)
 
 
 @torch.no_grad()
@@ -66,16 +67,17 @@ def run_backward(request: Request, saved: Saved, gradients: Gradients) -> None:
     at = request.q_sequences
     for at_q, at_k in runs(request):
         work, at_k = work_of(request, at_q, at_k)
-        own_saved = Saved(out=view(saved.out, at, at_q), lse=_lse_of(work, lse_view(saved.lse, at, at_q)))
+        own_saved = Saved(out=view(saved.out, at, at_q), lse=lse_view(saved.lse, at, at_q))
         d_lse = None if gradients.d_lse is None else lse_view(gradients.d_lse, at, at_q)
         own = Gradients(d_out=view(gradients.d_out, at, at_q), d_lse=d_lse)
-        dq, dk, dv, d_sink = backward.gradients(work, own_saved, own)
+        differentiate = fused.gradients if fused.fits_backward(work, own_saved) else backward.gradients
+        dq, dk, dv, d_sink = differentiate(work, own_saved, own)
         if gradients.dq is not None:
             view(gradients.dq, at, at_q).copy_(dq)
         for total, part in ((gradients.dk, dk), (gradients.dv, dv)):
             if total is not None:
                 add_keys(total, request.k_sequences, at_k, part)
-        if gradients.d_sink is not None:
+        if gradients.d_sink is not None and d_sink is not None:
             gradients.d_sink += d_sink
 
 
@@ -84,23 +86,14 @@ def work_of(request: Request, at_q: Run, at_k: Run) -> tuple[Work, Run]:
     sees = Visibility(request.mask.kind, request.mask.bounds(at_q.length, at_k.length), at_q.length, at_k.length)
     begin, end = sees.span()
     at_k = at_k.narrowed(begin, end)
-    q, k = view(request.q, request.q_sequences, at_q), keys(request.k, request.k_sequences, at_k)
-    v, qv = keys(request.v, request.k_sequences, at_k), None if request.qv is None else view(request.qv, request.q_sequences, at_q)
+    q, qv = view(request.q, request.q_sequences, at_q), None if request.qv is None else view(request.qv, request.q_sequences, at_q)
+    k, v = keys(request, at_k)
     if q.dtype.itemsize == 1:
         batch = slice(at_q.first, at_q.first + at_q.count)
         q, k, v = dequantized(q, request.q_scale, batch), dequantized(k, request.k_scale, batch), dequantized(v, request.v_scale, batch)
         qv = None if qv is None else dequantized(qv, request.q_scale, batch)
     sees, scale = sees.narrowed(begin, end), default_scale(request)
     return Work(q=q, k=k, v=v, sees=sees, scale=scale, softcap=float(request.softcap), sink=request.sink, qv=qv), at_k
-
-
-def _lse_of(work: Work, saved: Tensor) -> Tensor:
-    """The LSE to make P from again. The saved one is float32: float64 inputs get theirs computed once more."""
-    if work.q.dtype != torch.float64:
-        return saved
-    lse = torch.empty_like(saved, dtype=torch.float64)
-    forward.attend(work, lse.new_empty(*lse.shape, work.v.shape[-1]), lse)
-    return lse
 
 
 def dequantized(x: Tensor, scale: Tensor | None, batch: slice) -> Tensor:

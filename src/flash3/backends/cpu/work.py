@@ -25,15 +25,41 @@ class Visibility:
         """The keys [begin, end) that any row sees: both ends of a row's interval never move left."""
         if self.q_len == 0:
             return 0, 0
-        begin, _ = visible_keys(0, self.k_len, self.bounds, self.kind)
-        _, end = visible_keys(self.q_len - 1, self.k_len, self.bounds, self.kind)
+        begin, end = self.visible(0)[0], self.visible(self.q_len - 1)[1]
         return begin, max(begin, end)
+
+    def live_rows(self) -> tuple[int, int]:
+        """The rows [first, stop) that see any key: one stretch, since a row's interval, before it is clipped, holds its own position."""
+        if self.q_len == 0 or self.k_len == 0:
+            return 0, 0
+        if all(begin < end for begin, end in (self.visible(0), self.visible(self.q_len - 1))):
+            return 0, self.q_len
+        begin, end = self.rows()
+        live = (begin < end).flatten().nonzero()
+        return (int(live[0]), int(live[-1]) + 1) if len(live) else (0, 0)
+
+    def is_full(self) -> bool:
+        """Every row sees every key."""
+        return self.visible(0)[1] == self.k_len and self.visible(self.q_len - 1)[0] == 0
+
+    def is_square_causal(self) -> bool:
+        """Row i sees keys 0 … i, as many keys as rows. (Ends move by at most one key a row: the first and the last row tell.)"""
+        return self.q_len == self.k_len and self.visible(0) == (0, 1) and self.visible(self.q_len - 1) == (0, self.k_len)
+
+    def visible(self, row: int) -> tuple[int, int]:
+        """Keys [begin, end) that one row sees."""
+        return visible_keys(row, self.k_len, self.bounds, self.kind)
 
     def narrowed(self, begin: int, end: int) -> Visibility:
         """The same rows over the keys [begin, end) alone."""
         b = self.bounds
         shifted = Bounds(b.left, b.right, b.chunk, b.q_offset, b.k_offset + begin)
         return Visibility(self.kind, shifted, self.q_len, end - begin)
+
+    def for_rows(self, first: int, stop: int) -> Visibility:
+        """Rows first … stop - 1 alone."""
+        b = self.bounds
+        return Visibility(self.kind, Bounds(b.left, b.right, b.chunk, b.q_offset + first, b.k_offset), stop - first, self.k_len)
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """First and one-past-last visible key of every row, as columns (q_len, 1)."""

@@ -1,0 +1,146 @@
+"""Objects built here, run elsewhere: `python -m benchmarks.objects [WORD ...]` compiles every configuration (of those whose name holds a
+WORD) for sm_90a without a GPU into build/hopper, two at a time, and packs them into build/hopper.tar.xz (a few hundred KB).
+
+On the GPU machine `kernel(name)` unpacks and loads them; no compiler runs there.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import hashlib
+import json
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .configurations import CONFIGURATIONS
+
+FOLDER = Path(os.environ.get("FLASH3_OBJECTS") or Path(__file__).parent.parent / "build" / "hopper")
+PACKED = FOLDER.with_suffix(".tar.xz")
+FACTS = "facts.json"
+JOBS = 2
+
+
+def _build_one(name: str) -> dict[str, Any]:
+    """Compile in this process; ptxas's remarks go to file descriptors 1 and 2, which are caught in a file meanwhile."""
+    from flash3.backends.hopper.compile import TARGET, build_object
+
+    start = time.time()
+    with tempfile.TemporaryFile() as caught:
+        sys.stdout.flush()
+        saved = os.dup(1), os.dup(2)
+        os.dup2(caught.fileno(), 1)
+        os.dup2(caught.fileno(), 2)
+        try:
+            build_object(*CONFIGURATIONS[name], FOLDER / f"{name}.o", TARGET + " remarks{ptx}")
+        finally:
+            sys.stdout.flush()
+            os.dup2(saved[0], 1)
+            os.dup2(saved[1], 2)
+        caught.seek(0)
+        text = caught.read().decode(errors="replace")
+    registers = re.search(r"Used (\d+) registers", text)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    if registers is None or spills is None:
+        raise RuntimeError(f"{name}: no report of registers and spills in\n{text}")
+    return {
+        "name": name,
+        "registers": int(registers[1]),
+        "spills": int(spills[1]) + int(spills[2]),
+        "seconds": round(time.time() - start, 1),
+    }
+
+
+def build(words: list[str]) -> None:
+    from flash3.backends.hopper.compile import source_hash
+
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / FACTS
+    facts = json.loads(path.read_text()) if path.exists() else {}
+    if facts.get("sources") != source_hash():
+        facts = {"sources": source_hash(), "kernels": {}}
+    done = facts["kernels"]
+    todo = [n for n in CONFIGURATIONS if n not in done and (not words or any(w in n for w in words))]
+    for fact in _built(todo):
+        done[fact["name"]] = fact
+        path.write_text(json.dumps(facts, indent=1))
+        print(f"{fact['name']:32s} registers {fact['registers']}  spills {fact['spills']}  {fact['seconds']} s", flush=True)
+    with tarfile.open(PACKED, "w:xz") as tar:
+        for file in [path, *(FOLDER / f"{n}.o" for n in done)]:
+            tar.add(file, file.name)
+    print(f"{len(done)} kernels, {PACKED.stat().st_size / 1024:.0f} KB in {PACKED}")
+
+
+def _built(names: list[str]) -> Iterator[dict[str, Any]]:
+    """Facts as they come from two workers."""
+    root = Path(__file__).parent.parent
+    with tempfile.TemporaryDirectory() as snapshot, concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
+        # The DSL reads sources again, by line, while it traces: compile files that nobody edits meanwhile.
+        shutil.copytree(root / "src" / "flash3", Path(snapshot) / "flash3")
+        shutil.copytree(root / "benchmarks", Path(snapshot) / "benchmarks")
+        environment = os.environ | {"PYTHONPATH": snapshot, "PYTHONSAFEPATH": "1", "FLASH3_OBJECTS": str(FOLDER)}
+        lanes = [names[i::JOBS] for i in range(JOBS)]
+        facts: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        running = [pool.submit(_work, lane, environment, facts) for lane in lanes]
+        for _ in lanes:
+            yield from iter(facts.get, None)
+        for work in running:
+            work.result()
+
+
+def _work(names: list[str], environment: dict[str, str], facts: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    command = [sys.executable, "-m", "benchmarks.objects", "--worker", *names]
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                facts.put(json.loads(line))
+        if worker.returncode:
+            raise RuntimeError(f"a worker ended with {worker.returncode}")
+    finally:
+        facts.put(None)
+
+
+@functools.cache
+def unpacked() -> dict[str, Any]:
+    """Unpack where needed; the facts of what is there."""
+    if PACKED.exists():
+        digest, mark = hashlib.sha256(PACKED.read_bytes()).hexdigest(), FOLDER / "unpacked"
+        if not mark.exists() or mark.read_text() != digest:
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            with tarfile.open(PACKED) as tar:
+                tar.extractall(FOLDER, filter="data")
+            mark.write_text(digest)
+    facts: dict[str, Any] = json.loads((FOLDER / FACTS).read_text())
+    return facts
+
+
+def built_names() -> list[str]:
+    return [name for name in CONFIGURATIONS if name in unpacked()["kernels"]]
+
+
+@functools.cache
+def kernel(name: str) -> Any:
+    """The compiled function of a configuration."""
+    from flash3.backends.hopper.compile import load_object
+
+    unpacked()
+    return load_object(FOLDER / f"{name}.o")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        for each in sys.argv[2:]:
+            print(json.dumps(_build_one(each)), flush=True)
+    else:
+        build(sys.argv[1:])

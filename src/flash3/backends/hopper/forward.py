@@ -1,0 +1,408 @@
+"""FlashAttention-3 forward on Hopper.    O = softmax(scale·Q·Kᵀ)·V      L = log Σ exp(scale·Q·Kᵀ)
+
+equations   per block j of keys, right to left:   S = Q·K_jᵀ;  m' = max(m, rowmax S);  α = 2^(c(m − m'));  P = 2^(cS − cm');
+            l = αl + rowsum P;  O = αO + P·V_j;   c = |scale|·log2 e.       At the end O/l and L = ln2·(cm + log2 l).
+
+roles       warps      registers      job
+producer    0          24 … 56        TMA loads of Q, K, V; hands out work tiles
+consumer i  4(i+1) …   240/160/112    64 query rows: both matmuls, softmax, O and L      (roles.py; tiles.q / 64 consumers)
+
+pipes       cargo      stages         filled by   emptied by                                   arrivals to empty
+q           Q tile     1              TMA         each consumer: once copied to registers,     one per consumer warp
+                                                  or after its last Q·Kᵀ
+k           K block    tiles.stages   TMA         each consumer, after S = Q·Kᵀ                one per consumer warp
+v           V block    tiles.stages   TMA         each consumer, after O += P·V                one per consumer warp
+work        work tile  2              producer    each consumer                                one per consumer thread
+O leaves through a buffer of its own; its way out lies under the next tile.
+
+barriers    0 the block, once · 1+i it is consumer i's turn (ping-pong) · 8+i consumer i's threads, around its rows of O
+
+timeline    producer   Q K₀ V₀ K₁ V₁ …                       as far ahead as the rings allow, into the next tile
+            consumer   QK₀ │ softmax₀ │ QK₁ PV₀ │ softmax₁ under PV₀ │ … │ PV_last │ O/l → shared memory → TMA
+            (PTX has this order; ptxas waits for P·V after the row maximum and does the exponentials later. Forcing it is slower.)
+
+limits      16-bit inputs; rows of 16 bytes; head dims to 256; fewer than 2³¹ work tiles
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.memory import SmemAllocator
+
+from ...sequences import SequenceKind
+from . import budget, roles, storage
+from .barriers import NoTurn, Turn
+from .extents import Extent, rows_view, sequence_arrays
+from .fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_operand, convert
+from .keyblocks import KeyBlocks, TileBlocks, Walk, consumers_part
+from .masking import FragmentMask, bounds_of
+from .matmul import issue, wait_matmuls
+from .operands import Arrays, MaskNumbers, Numbers, Operands, Sizes
+from .pipes import StagedLoad, StagedRead, tma_pipe, work_pipe
+from .queries import make_queries
+from .schedule import Dispatcher, Follower, Position, WorkTile
+from .softmax import LOG2_E, OnlineSoftmax, ScoreMap
+from .store import OutputStore
+from .tiles import ROWS_PER_CONSUMER, ForwardSpec, Overlap, Rescale, Tiles, Turns
+
+
+@dataclass
+class Consumer:
+    """64 query rows of one warpgroup: Algorithm 2, the softmax of block j beside P·V of block j − 1."""
+
+    queries: object  # SharedQueries or RegisterQueries
+    keys: StagedRead
+    values: StagedRead
+    scores: ScoreMap
+    softmax: OnlineSoftmax
+    turn: object  # Turn or NoTurn
+    mask: FragmentMask
+    O: cute.Tensor
+    P: cute.Tensor
+    alpha: cute.Tensor  # carried to the next step when O is rescaled before P·V
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    tiles: cutlass.Constexpr[Tiles]
+
+    @cute.jit
+    def issue_scores(self):
+        S = cute.make_rmem_tensor(self.qk.partition_shape_C((self.tiles.q, self.tiles.kv)), Float32)
+        k = self.keys.wait()
+        issue(self.qk, S, self.queries.fragment, self.keys.operand[None, None, None, k.index], accumulate=False)
+        return S, k
+
+    @cute.jit
+    def issue_output(self):
+        v = self.values.wait()
+        issue(self.pv, self.O, self.P, self.values.operand[None, None, None, v.index], accumulate=True)
+        return v
+
+    @cute.jit
+    def first_block(self, block: Int32):
+        S, k = self.issue_scores()
+        self.O.fill(0.0)
+        wait_matmuls(0)
+        k.release()
+        self.scores.apply(S)
+        self.mask.apply(S, block)
+        alpha = self.softmax.update(S, first=True, masked=True)
+        self.alpha.store(alpha.load())
+        convert(as_operand(S), self.P)
+
+    @cute.jit
+    def next_block(self, block: Int32, masked: cutlass.Constexpr[bool]):
+        self.turn.take()
+        S, k = self.issue_scores()  # S = Q·K_jᵀ, in the background
+        if const_expr(self.tiles.rescale is Rescale.BEFORE_PV):
+            self.softmax.rescale(self.O, self.alpha)
+        v = self.issue_output()  # O += P_{j−1}·V_{j−1}, queued behind it
+        self.turn.pass_on()
+        wait_matmuls(1)
+        k.release()
+        self.scores.apply(S)
+        if const_expr(masked):
+            self.mask.apply(S, block)
+        alpha = self.softmax.update(S, first=False, masked=masked)  # under P·V
+        wait_matmuls(0)
+        v.release()
+        convert(as_operand(S), self.P)
+        if const_expr(self.tiles.rescale is Rescale.BEFORE_PV):
+            self.alpha.store(alpha.load())
+        else:
+            self.softmax.rescale(self.O, alpha)
+
+    @cute.jit
+    def pass_over(self):
+        """A block that only other rows of the tile see."""
+        self.keys.wait().release()
+        self.values.wait().release()
+
+    @cute.jit
+    def last_output(self):
+        if const_expr(self.tiles.rescale is Rescale.BEFORE_PV):
+            self.softmax.rescale(self.O, self.alpha)
+        v = self.issue_output()
+        wait_matmuls(0)
+        v.release()
+
+
+@dataclass
+class InOrderConsumer(Consumer):
+    """Algorithm 1: softmax and matmuls of one warpgroup one after the other; only the turns overlap."""
+
+    @cute.jit
+    def first_block(self, block: Int32):
+        S, k = self.issue_scores()
+        self.O.fill(0.0)
+        wait_matmuls(0)
+        k.release()
+        self.scores.apply(S)
+        self.mask.apply(S, block)
+        self.softmax.update(S, first=True, masked=True)
+        convert(as_operand(S), self.P)
+        self.add_output()
+
+    @cute.jit
+    def add_output(self):
+        self.turn.take()
+        v = self.issue_output()
+        wait_matmuls(0)
+        v.release()
+
+    @cute.jit
+    def next_block(self, block: Int32, masked: cutlass.Constexpr[bool]):
+        S, k = self.issue_scores()
+        self.turn.pass_on()
+        wait_matmuls(0)
+        k.release()
+        self.scores.apply(S)
+        if const_expr(masked):
+            self.mask.apply(S, block)
+        alpha = self.softmax.update(S, first=False, masked=masked)
+        convert(as_operand(S), self.P)
+        self.softmax.rescale(self.O, alpha)
+        self.add_output()
+
+    @cute.jit
+    def last_output(self):
+        self.turn.pass_on()
+
+
+@cute.jit
+def attend(c: Consumer, blocks: KeyBlocks, parts: cutlass.Constexpr[bool]):
+    """One work tile: every block of keys that this consumer's rows see, right to left."""
+    if const_expr(parts):
+        for _ in cutlass.range(blocks.passed_right, unroll=1):
+            c.pass_over()
+    c.first_block(blocks.first)
+    block = blocks.first - 1
+    for i in cutlass.range(blocks.right_edge, unroll=1):
+        c.next_block(block - i, masked=True)
+    block = block - blocks.right_edge
+    for i in cutlass.range(blocks.interior, unroll=1):
+        c.next_block(block - i, masked=False)
+    block = block - blocks.interior
+    for i in cutlass.range(blocks.left_edge, unroll=1):
+        c.next_block(block - i, masked=True)
+    c.queries.give_back()
+    c.last_output()
+    if const_expr(parts):
+        for _ in cutlass.range(blocks.passed_left, unroll=1):
+            c.pass_over()
+    return c
+
+
+@dataclass
+class Loads:
+    q: StagedLoad
+    k: StagedLoad
+    v: StagedLoad
+
+
+@cute.jit
+def produce(load: Loads, blocks: TileBlocks, tile: WorkTile, kv_head: Int32, q: Extent, k: Extent, dispatcher: Dispatcher):
+    """Loads of one work tile; the ticket for the next tile is taken before the last V."""
+    load.q.load(tile.q_block, tile.head, q)
+    for i in cutlass.range(blocks.count - 1, unroll=1):
+        load.k.load(blocks.first - i, kv_head, k)
+        load.v.load(blocks.first - i, kv_head, k)
+    last = blocks.first - blocks.count + 1
+    load.k.load(last, kv_head, k)
+    dispatcher.prefetch()
+    load.v.load(last, kv_head, k)
+    return load, dispatcher
+
+
+class Forward:
+    """Host side and kernel of one (ForwardSpec, Tiles)."""
+
+    def __init__(self, spec: ForwardSpec, tiles: Tiles):
+        self.spec, self.tiles = spec, tiles
+
+    @cute.jit
+    def __call__(self, mQ, mK, mV, mO, mLSE, mSink, mCounter, q_arrays: Arrays, k_arrays: Arrays, numbers: Numbers, stream):
+        spec, tiles = self.spec, self.tiles
+        q, o = (rows_view(m, spec.q_layout) for m in (mQ, mO))
+        k, v = (rows_view(m, spec.k_layout) for m in (mK, mV))
+        batch = self.batch(mQ, mK, q_arrays, k_arrays)
+        sizes = Sizes(mQ.shape[-3], mK.shape[-3], mQ.shape[-2], batch, numbers.head_group)
+        mask = MaskNumbers(numbers.left, numbers.right, numbers.chunk, numbers.q_offset, numbers.k_offset, numbers.bottom_right)
+        ops = Operands(
+            storage.tma_load(q, storage.q_layout(spec, tiles), (tiles.q, spec.qk_width)),
+            storage.tma_load(k, storage.k_layout(spec, tiles, 1), (tiles.kv, spec.qk_width)),
+            storage.tma_load(v, storage.v_layout(spec, tiles, 1), (tiles.kv, spec.v_width)),
+            storage.tma_store(o, storage.o_layout(spec, tiles, ROWS_PER_CONSUMER), (ROWS_PER_CONSUMER, tiles.o_columns)),
+            mLSE,
+            mSink,
+            mCounter,
+            sequence_arrays(q_arrays),
+            sequence_arrays(k_arrays),
+            sizes,
+            mask,
+            numbers.scale_log2,
+            numbers.tanh_scale,
+        )
+        most_tiles = cute.ceil_div(sizes.q_len, tiles.q) * sizes.heads * batch
+        if const_expr(spec.q_layout.kind is SequenceKind.PACKED):  # q_len is that of all sequences together
+            most_tiles = (sizes.q_len // tiles.q + batch) * sizes.heads
+        grid = cutlass.min(most_tiles, numbers.multiprocessors * tiles.blocks_per_sm)
+        # Without min_blocks_per_mp ptxas ignores setmaxnreg; without the carveout the DSL asks a GPU while compiling.
+        self.kernel(ops).launch(
+            grid=[grid, 1, 1],
+            block=[tiles.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=tiles.blocks_per_sm,
+            preferred_smem_carveout=100 if tiles.blocks_per_sm > 1 else None,
+        )
+
+    def batch(self, mQ, mK, q_arrays, k_arrays):
+        """How many sequences: from the side that says so by its shape or its arrays."""
+        for m, arrays, layout in ((mQ, q_arrays, self.spec.q_layout), (mK, k_arrays, self.spec.k_layout)):
+            if layout.kind is SequenceKind.DENSE:
+                return m.shape[0]
+            if layout.kind is SequenceKind.PADDED:
+                return arrays.lengths.shape[0]
+        return q_arrays.starts.shape[0] - 1
+
+    @cute.kernel
+    def kernel(self, ops: Operands):
+        spec, tiles = self.spec, self.tiles
+        thread, _, _ = cute.arch.thread_idx()
+        warpgroup = cute.arch.make_warp_uniform(thread // roles.WARPGROUP_THREADS)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = SmemAllocator()
+        sQ, sK, sV, sO = self.buffers(smem)
+        q_in, q_out = tma_pipe(smem, tiles, 1, spec.dtype.bytes * tiles.q * spec.qk_width)
+        k_in, k_out = tma_pipe(smem, tiles, tiles.stages, spec.dtype.bytes * tiles.kv * spec.qk_width)
+        v_in, v_out = tma_pipe(smem, tiles, tiles.stages, spec.dtype.bytes * tiles.kv * spec.v_width)
+        box, work_in, work_out = work_pipe(smem, tiles, budget.work_words(spec))
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warpgroup == roles.PRODUCER_WARPGROUP:
+            cute.arch.setmaxregister_decrease(roles.producer_registers(tiles))
+            if warp == 0:
+                load = Loads(
+                    StagedLoad(ops.q.atom, ops.q.tma_tensor, sQ, q_in, (tiles.q, spec.qk_width), spec.q_layout),
+                    StagedLoad(ops.k.atom, ops.k.tma_tensor, sK, k_in, (tiles.kv, spec.qk_width), spec.k_layout),
+                    StagedLoad(ops.v.atom, ops.v.tma_tensor, sV, v_in, (tiles.kv, spec.v_width), spec.k_layout),
+                )
+                work = self.dispatcher(ops, box, work_in, thread)
+                while work.tile.valid:
+                    tile = work.tile
+                    q, k = work.extents(tile.batch)
+                    blocks = as_int32(self.walk(ops, tile, q.length, k.length).of_tile())
+                    load, work = produce(load, blocks, tile, tile.head // spec.heads_per_kv, q, k, work)
+                    work.advance()
+                load.k.producer.tail()
+                load.v.producer.tail()
+                load.q.producer.tail()
+        else:
+            cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
+            me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
+            thread = thread - roles.WARPGROUP_THREADS
+            c, store = self.consumer(ops, sQ, sK, sV, sO, q_out, k_out, v_out, thread, me)
+            if const_expr(tiles.turns is Turns.PING_PONG):
+                if me == tiles.consumers - 1:  # the first turn is consumer 0's
+                    c.turn.pass_on()
+            work = Follower.create(box, work_out, spec)
+            work.advance()
+            while work.tile.valid:
+                tile = work.tile
+                extent, k_len = self.lengths(ops, tile)
+                c.mask.tile_row = tile.q_block * tiles.q
+                if const_expr(spec.is_ragged):
+                    c.mask.q_len, c.mask.k_len = extent.length, k_len
+                c.queries.take()
+                blocks = as_int32(self.walk(ops, tile, extent.length, k_len).of_consumer(me))
+                c = attend(c, blocks, consumers_part(spec, tiles))
+                inverse, lse = c.softmax.finish(self.sink_log2(ops, tile), spec.sink)
+                store.write_output(c.O, inverse, tile, extent)
+                if const_expr(spec.lse):
+                    store.write_lse(lse, tile, extent)
+                work.advance()
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def buffers(self, smem: SmemAllocator):
+        spec, tiles = self.spec, self.tiles
+
+        def buffer(element, layout):
+            return smem.allocate_tensor(element, layout.outer, budget.ALIGNMENT_BYTES, swizzle=layout.inner)
+
+        element = storage.ELEMENTS[spec.dtype]
+        sQ = buffer(element, storage.q_layout(spec, tiles))
+        sK = buffer(element, storage.k_layout(spec, tiles, tiles.stages))
+        sV = buffer(element, storage.v_layout(spec, tiles, tiles.stages))
+        sO = buffer(storage.ELEMENTS[spec.out_dtype], storage.o_layout(spec, tiles, tiles.q))
+        return sQ, sK, sV, sO
+
+    def walk(self, ops: Operands, tile: WorkTile, q_len, k_len) -> Walk:
+        bounds = bounds_of(ops.mask, q_len, k_len)
+        return Walk(self.spec, self.tiles, tile.q_block, k_len, bounds, cutlass.min, cutlass.max)
+
+    def lengths(self, ops: Operands, tile: WorkTile) -> tuple[Extent, Int32]:
+        """What a consumer must know: where the queries lie, and how many keys there are."""
+        if not self.spec.is_ragged:
+            return Extent(tile.batch, Int32(0), ops.sizes.q_len), ops.sizes.k_len
+        row = Int32(0) if self.spec.q_layout.kind is SequenceKind.PACKED else tile.batch
+        return Extent(row, tile.q_start, tile.q_len), tile.k_len
+
+    def sink_log2(self, ops: Operands, tile: WorkTile):
+        return ops.sink[tile.head] * Float32(LOG2_E) if self.spec.sink else Float32(0.0)
+
+    def dispatcher(self, ops: Operands, box, producer, lane) -> Dispatcher:
+        """With its first tile, which the consumers have been told. A dataclass that a loop carries is rebound in place, for its other
+        users too: so it gets copies."""
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        start = Position(Int32(0), Int32(0))
+        arrays = replace(ops.q_arrays), replace(ops.k_arrays), replace(ops.sizes)
+        nothing = Follower.create(box, None, self.spec).tile
+        work = Dispatcher(nothing, Int32(0), start, box, producer, grid, lane, ops.counter, *arrays, self.spec, self.tiles)
+        work.send(block)
+        return work
+
+    def consumer(self, ops, sQ, sK, sV, sO, q_out, k_out, v_out, thread, me):
+        spec, tiles = self.spec, self.tiles
+        qk, pv = storage.scores_mma(spec, tiles), storage.output_mma(spec, tiles)
+        s_part, o_part = qk.get_slice(thread), pv.get_slice(thread)
+        sVt = storage.transposed(sV, spec.v_width, tiles.kv, tiles.stages)
+        lane = thread % 32
+        first_row = thread // 32 * 16 + lane // LANES_PER_ROW
+
+        def stats():
+            return cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+
+        kind = {Overlap.SOFTMAX_UNDER_PV: Consumer, Overlap.IN_ORDER: InOrderConsumer}[tiles.overlap]
+        turn = {Turns.PING_PONG: Turn, Turns.FREE: NoTurn}[tiles.turns]
+        c = kind(
+            queries=make_queries(qk, sQ, q_out, thread, spec, tiles),
+            keys=StagedRead(qk.make_fragment_B(s_part.partition_B(sK)), k_out),
+            values=StagedRead(pv.make_fragment_B(o_part.partition_B(sVt)), v_out),
+            scores=ScoreMap(ops.tanh_scale, spec),
+            softmax=OnlineSoftmax(stats(), stats(), ops.scale_log2, tiles),
+            turn=turn(me, (me + 1) % tiles.consumers),
+            mask=FragmentMask(
+                first_row,
+                2 * (lane % LANES_PER_ROW),
+                Int32(0),
+                ops.sizes.q_len,
+                ops.sizes.k_len,
+                replace(ops.mask),
+                spec,
+                tiles,
+            ),
+            O=cute.make_rmem_tensor(o_part.partition_shape_C((tiles.q, spec.v_width)), Float32),
+            P=o_part.make_fragment_A(o_part.partition_shape_A((tiles.q, tiles.kv))),
+            alpha=stats(),
+            qk=qk,
+            pv=pv,
+            tiles=tiles,
+        )
+        return c, OutputStore.create(ops, sO, thread, me, first_row, spec, tiles)
+
+
+def as_int32(numbers):
+    """A dataclass of plain arithmetic, ready to enter a loop."""
+    return replace(numbers, **{f.name: Int32(getattr(numbers, f.name)) for f in fields(numbers)})

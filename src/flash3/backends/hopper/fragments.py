@@ -1,0 +1,51 @@
+"""Views of accumulators, and their conversion. An accumulator of wgmma is ((2, 2, N/8), M, N'): a thread holds two rows, eight apart,
+and of each the columns 8j, 8j+1 from its first."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Int32, const_expr
+
+ROWS_PER_THREAD = 2
+ROW_STEP = 8
+"""Between a thread's two rows."""
+LANES_PER_ROW = 4
+
+
+def as_rows(acc):
+    """The accumulator as (rows, columns)."""
+    shape, stride = acc.layout.shape, acc.layout.stride
+    layout = cute.make_layout(
+        ((shape[0][1], shape[1]), (shape[0][0], shape[0][2], shape[2])),
+        stride=((stride[0][1], stride[1]), (stride[0][0], stride[0][2], stride[2])),
+    )
+    return cute.make_tensor(acc.iterator, layout)
+
+
+def as_operand(acc):
+    """The accumulator of S as the A operand of P·V: the same registers in the same order."""
+    split = cute.logical_divide(acc.layout, ((None, None, 2), None, None))
+    shape, stride = split.shape, split.stride
+    layout = cute.make_layout(
+        ((shape[0][0], shape[0][1], shape[0][2][0]), shape[1], (shape[0][2][1], shape[2])),
+        stride=((stride[0][0], stride[0][1], stride[0][2][0]), stride[1], (stride[0][2][1], stride[2])),
+    )
+    return cute.make_tensor(acc.iterator, layout)
+
+
+@cute.jit
+def convert(source: cute.Tensor, target: cute.Tensor):
+    """float32 → 16 bit, two at a time: TensorSSA.to() does not always pack."""
+    op = "cvt.rn.bf16x2.f32" if const_expr(target.element_type is BFloat16) else "cvt.rn.f16x2.f32"
+    packed = cute.recast_tensor(target, Int32)
+    for i in cutlass.range_constexpr(cute.size(packed)):
+        packed[i] = cute.arch.inline_ptx(
+            op + " {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[source[2 * i], source[2 * i + 1]]
+        )
+
+
+@cute.jit
+def scale_rows(acc: cute.Tensor, factor: cute.Tensor):
+    rows = as_rows(acc)
+    for r in cutlass.range_constexpr(cute.size(factor)):
+        for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+            rows[r, c] = rows[r, c] * factor[r]

@@ -1,0 +1,75 @@
+"""Tiles for a problem that no tuned table covers, in plain Python. The reasons are measurements: docs/performance.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...mask import MaskKind
+from . import budget
+from .tiles import WIDTHS, ForwardSpec, QuerySource, Rescale, Tiles, Turns
+
+L2_FOR_KV_BYTES = 32 << 20
+"""Half of the L2: what K and V of the heads that run side by side may take."""
+LARGEST_HEAD_GROUP = 16
+MOST_STAGES = 4
+MOST_OUTPUT_PARTS = 4
+
+
+def width_of(dim: int) -> int:
+    """The narrowest tile that holds `dim` columns."""
+    return next(width for width in WIDTHS if width >= dim)
+
+
+def choose(spec: ForwardSpec, k_len: int) -> Tiles:
+    """Tiles for sequences of up to k_len keys."""
+    if max(spec.qk_width, spec.v_width) <= 64:
+        return _narrow(spec, k_len)
+    return _largest(spec, consumers=2, turns=Turns.FREE)
+
+
+def _narrow(spec: ForwardSpec, k_len: int) -> Tiles:
+    """At width 64 the softmax's latency counts: more warps, and for short sequences two blocks per SM."""
+    masked = spec.mask_kind is not MaskKind.FULL
+    if k_len <= (1024 if masked else 512):
+        return _two_blocks(spec)
+    if k_len <= (2048 if masked else 1024):
+        return replace(_largest(spec, consumers=3, turns=Turns.FREE, most_kv=96))
+    return _largest(spec, consumers=3, turns=Turns.PING_PONG)
+
+
+def _two_blocks(spec: ForwardSpec) -> Tiles:
+    for kv in (48, 32):
+        for columns in _output_columns(spec):
+            tiles = Tiles(q=128, kv=kv, stages=4, o_columns=columns, query_source=QuerySource.SHARED, blocks_per_sm=2)
+            if not budget.problems(spec, tiles):
+                return tiles
+    raise LookupError(f"no tiles for two blocks per SM: {spec}")
+
+
+def _largest(spec: ForwardSpec, consumers: int, turns: Turns, most_kv: int = 128) -> Tiles:
+    """The most keys per block that fit, then the most columns of O at a time, then the most stages."""
+    source = QuerySource.REGISTERS if spec.qk_width <= 128 else QuerySource.SHARED
+    rescale = Rescale.BEFORE_PV if spec.v_width > 128 else Rescale.AFTER_PV
+    for kv in range(most_kv, 15, -16):
+        for columns in _output_columns(spec):
+            for stages in range(MOST_STAGES, 1, -1):
+                tiles = Tiles(q=64 * consumers, kv=kv, stages=stages, o_columns=columns, query_source=source, turns=turns, rescale=rescale)
+                if not budget.problems(spec, tiles):
+                    return tiles
+    raise LookupError(f"no tiles fit: {spec}")
+
+
+def _output_columns(spec: ForwardSpec) -> Iterator[int]:
+    for parts in range(1, MOST_OUTPUT_PARTS + 1):
+        if spec.v_width % (32 * parts) == 0:
+            yield spec.v_width // parts
+
+
+def head_group(spec: ForwardSpec, k_len: int, heads: int) -> int:
+    """Query heads visited together. Full: one at a time, since its tiles already share K and V. Masked: as many as L2 holds."""
+    if spec.mask_kind is MaskKind.FULL:
+        return 1
+    per_kv_head = max(1, k_len * (spec.qk_width + spec.v_width) * spec.dtype.bytes)
+    kv_heads = max(1, L2_FOR_KV_BYTES // per_kv_head)
+    return max(1, min(heads, LARGEST_HEAD_GROUP, kv_heads * spec.heads_per_kv))

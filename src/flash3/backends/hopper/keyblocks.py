@@ -1,0 +1,86 @@
+"""Which blocks of keys a work tile visits, right to left; the arithmetic itself is `mask.key_blocks`.
+
+A tile that sees no key visits one block past the end of the keys: TMA fills it with zeros, the mask hides all of it, and O comes out
+as exactly 0 without a second path through the kernel.
+
+Plain arithmetic: tests run it on ints, kernels on Int32 with their own `minimum` and `maximum`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ... import mask
+from ...mask import MaskKind
+from .tiles import ROWS_PER_CONSUMER, ForwardSpec, Tiles, Turns
+
+
+@dataclass
+class TileBlocks:
+    """For the producer: blocks first, first - 1, …, of which there is at least one."""
+
+    first: Any
+    count: Any
+
+
+@dataclass
+class KeyBlocks:
+    """For a consumer. `first` is always masked; the blocks it passes over belong to its tile's other rows."""
+
+    passed_right: Any
+    first: Any
+    right_edge: Any  # masked
+    interior: Any  # every row sees every key
+    left_edge: Any  # masked
+    passed_left: Any
+
+
+def consumers_part(spec: ForwardSpec, tiles: Tiles) -> bool:
+    """Whether each consumer walks its own blocks. With turns all walk the same ones, and without a mask they are the same."""
+    return spec.mask_kind is not MaskKind.FULL and tiles.turns is Turns.FREE
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The blocks of one work tile. k_len and the fields of bounds are ints, or a kernel's Int32."""
+
+    spec: ForwardSpec
+    tiles: Tiles
+    q_block: Any
+    k_len: Any
+    bounds: mask.Bounds
+    minimum: Any = min
+    maximum: Any = max
+
+    def _ranges(self, first_row: Any, rows: int) -> mask.KeyBlocks:
+        # Rows past the end of the queries count too: then a consumer's blocks always lie within its tile's.
+        last_row = first_row + (rows - 1)
+        return mask.key_blocks(first_row, last_row, self.k_len, self.tiles.kv, self.bounds, self.spec.mask_kind, self.minimum, self.maximum)
+
+    def of_tile(self) -> TileBlocks:
+        """The blocks that any row of the tile sees."""
+        tiles = self.tiles
+        whole = self._ranges(self.q_block * tiles.q, tiles.q)
+        count = whole.end - whole.begin
+        empty = 1 - self.minimum(1, count)
+        past_the_end = self.k_len // tiles.kv + 1
+        return TileBlocks(whole.end - 1 + empty * (past_the_end - whole.end + 1), count + empty)
+
+    def of_consumer(self, consumer: Any) -> KeyBlocks:
+        """One consumer's way through its tile's blocks."""
+        tiles, minimum, maximum = self.tiles, self.minimum, self.maximum
+        if self.spec.mask_kind is MaskKind.FULL:
+            # Without keys interior is -1, which a loop takes for 0: a maximum would cost instructions in every step.
+            last = (self.k_len + tiles.kv - 1) // tiles.kv - 1
+            return KeyBlocks(0, maximum(last, 0), 0, last, 0, 0)
+        whole = self._ranges(self.q_block * tiles.q, tiles.q)
+        end_of_tile = maximum(whole.end, whole.begin + 1)
+        part = whole
+        if consumers_part(self.spec, tiles):
+            part = self._ranges(self.q_block * tiles.q + consumer * ROWS_PER_CONSUMER, ROWS_PER_CONSUMER)
+        begin = minimum(part.begin, end_of_tile - 1)
+        end = maximum(part.end, begin + 1)
+        first = end - 1
+        full_begin = minimum(part.full_begin, first)
+        full_end = maximum(full_begin, minimum(part.full_end, first))
+        left_edge = full_begin - begin if self.spec.mask_kind is not MaskKind.CAUSAL else 0
+        return KeyBlocks(end_of_tile - end, first, first - full_end, full_end - full_begin, left_edge, begin - whole.begin)

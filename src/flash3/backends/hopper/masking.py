@@ -1,0 +1,48 @@
+"""−inf where a row does not see a key; and what a mask's numbers are for the tile at hand."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from ... import mask
+from ...mask import MaskKind
+from .fragments import ROW_STEP, as_rows
+from .operands import MaskNumbers
+from .tiles import ForwardSpec, Tiles
+
+
+def bounds_of(numbers: MaskNumbers, q_len: Int32, k_len: Int32) -> mask.Bounds:
+    """The mask's numbers for one sequence."""
+    q_offset = numbers.q_offset + numbers.bottom_right * (k_len - q_len)
+    return mask.Bounds(numbers.left, numbers.right, numbers.chunk, q_offset, numbers.k_offset)
+
+
+@dataclass
+class FragmentMask:
+    """For one thread: rows `first_row` and `first_row + 8` of the query tile, columns first_column + 8j + {0, 1} of a block."""
+
+    first_row: Int32
+    first_column: Int32
+    tile_row: Int32  # the query tile's first row in its sequence
+    q_len: Int32
+    k_len: Int32
+    numbers: MaskNumbers
+    spec: cutlass.Constexpr[ForwardSpec]
+    tiles: cutlass.Constexpr[Tiles]
+
+    @cute.jit
+    def apply(self, S: cute.Tensor, block: Int32):
+        rows = as_rows(S)
+        bounds = bounds_of(self.numbers, self.q_len, self.k_len)
+        for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
+            row = self.tile_row + self.first_row + ROW_STEP * r
+            begin, end = mask.visible_keys(row, self.k_len, bounds, self.spec.mask_kind, cutlass.min, cutlass.max)
+            first = block * self.tiles.kv + self.first_column
+            for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+                column = (c // 2) * 8 + c % 2
+                seen = column < end - first
+                if const_expr(self.spec.mask_kind is MaskKind.WINDOW or self.spec.mask_kind is MaskKind.CHUNK):
+                    seen = seen and column >= begin - first
+                rows[r, c] = rows[r, c] if seen else -Float32.inf

@@ -1,0 +1,60 @@
+"""Q as the A operand of Q·Kᵀ: read from shared memory by every matmul, or copied to registers once per tile."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import pipeline
+from cutlass.cute.nvgpu import warp
+
+from . import storage
+from .tiles import ForwardSpec, QuerySource, Tiles
+
+
+@dataclass
+class SharedQueries:
+    """Given back after the tile's last Q·Kᵀ."""
+
+    fragment: cute.Tensor
+    waiting: pipeline.PipelineConsumer
+    releasing: pipeline.PipelineConsumer  # the same pipe, one step behind
+
+    @cute.jit
+    def take(self):
+        self.waiting.wait_and_advance()
+
+    @cute.jit
+    def give_back(self):
+        self.releasing.release()
+        self.releasing.advance()
+
+
+@dataclass
+class RegisterQueries:
+    """Given back at once, so that the next tile's Q is on its way while this one runs."""
+
+    fragment: cute.Tensor
+    waiting: pipeline.PipelineConsumer
+    copy: cute.TiledCopy
+    source: cute.Tensor
+
+    @cute.jit
+    def take(self):
+        slot = self.waiting.wait_and_advance()
+        cute.copy(self.copy, self.source, self.copy.retile(self.fragment))
+        slot.release()
+
+    @cute.jit
+    def give_back(self):
+        pass
+
+
+def make_queries(mma, sQ, pipe, thread, spec: ForwardSpec, tiles: Tiles):
+    part = mma.get_slice(thread)
+    if tiles.query_source is QuerySource.SHARED:
+        fragment = mma.make_fragment_A(part.partition_A(sQ))[None, None, None, 0]
+        return SharedQueries(fragment, pipe, pipe.clone())
+    fragment = part.make_fragment_A(part.partition_shape_A((tiles.q, spec.qk_width)))
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), storage.ELEMENTS[spec.dtype])
+    copy = cute.make_tiled_copy_A(atom, mma)
+    source = copy.get_slice(thread).partition_S(sQ)[None, None, None, 0]
+    return RegisterQueries(fragment, pipe, copy, source)
