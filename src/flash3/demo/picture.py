@@ -68,5 +68,5 @@ def draw(panels: list[Panel], path: Path) -> Path:
     keys = [Patch(facecolor=colour, edgecolor="#999999", label=label) for colour, label in LOOK.values()]
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, bbox_inches="tight", pad_inches=0.2)
     return path

@@ -89,9 +89,9 @@ def show_chat(result: ChatResult, console: Console) -> None:
 def show_embed(result: EmbedResult, console: Console) -> None:
     """How similar the sentences are, and the runs beside one another."""
     names = [str(i + 1) for i in range(len(result.sentences))]
-    similarity = numbers("Cosine similarity of flash3's embeddings", "sentence", "", *names)
+    similarity = numbers("Cosine similarity of flash3's embeddings", "sentence", *names)
     for name, sentence, row in zip(names, result.sentences, result.similarity, strict=True):
-        similarity.add_row(Text(sentence), name, *(f"[bold]{value:.2f}[/]" if value > RELATED else f"{value:.2f}" for value in row))
+        similarity.add_row(Text(f"{name}. {sentence}"), *(f"[bold]{value:.2f}[/]" if value > RELATED else f"{value:.2f}" for value in row))
     console.print(similarity)
 
     columns = ("run", "largest difference", "1 - smallest cosine", "token slots", "sentences/s")
