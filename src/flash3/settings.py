@@ -66,6 +66,11 @@ def override(**values: Any) -> Iterator[None]:
         _overrides.reset(token)
 
 
+def current(field: str) -> Any:
+    """The value of a setting, as the attribute gives it, for where microseconds count."""
+    return (_overrides.get() or _values).get(field, _values[field])
+
+
 def _known(field: str) -> str:
     if field not in _values:
         raise AttributeError(f"no setting {field!r}; known: {', '.join(_values)}")
@@ -76,7 +81,7 @@ class _Settings(types.ModuleType):
     """This module's own class, so that settings are attributes of `flash3.settings` that can be assigned and overridden."""
 
     def __getattr__(self, field: str) -> Any:
-        return (_overrides.get() or _values).get(_known(field), _values[field])
+        return current(_known(field))
 
     def __setattr__(self, field: str, value: Any) -> None:
         if field.startswith("__"):

@@ -13,7 +13,7 @@ from ... import dispatch
 from ...dispatch import Explanation
 from ...mask import FULL, Mask
 from ...problem import Problem, check_differentiable, check_options
-from . import operators
+from . import operators, plans
 from .describe import DTYPES, describe
 from .operators import Arguments, mask_numbers
 
@@ -53,11 +53,19 @@ def run(arguments: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor
     tracked = (a.q, a.k, a.v) if a.sink is None else (a.q, a.k, a.v, a.sink)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tracked):
         check_differentiable(DTYPES.get(a.q.dtype, str(a.q.dtype)), a.qv is not None)
+        if not torch.compiler.is_compiling() and operators.unwatched(a.q, a.k, a.v):
+            operators.backward_plan(a)  # a gradient that no backend has is refused now, not in the middle of training
         out, lse = Attention.apply(*a)
         return (out, lse) if return_lse else out
-    if return_lse:
-        return operators.attention_lse(*a)
-    return operators.attention(*a)
+    return run_without_gradient(a, return_lse)
+
+
+def run_without_gradient(a: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Straight to the backend where nothing watches (an operator costs as much host time as a launch), else through the operator."""
+    if not torch.compiler.is_compiling() and operators.unwatched(a.q, a.k, a.v):
+        out, lse = operators.forward(a, return_lse)
+        return out if lse is None else (out, lse)
+    return operators.attention_lse(*a) if return_lse else operators.attention(*a)
 
 
 def check_tensors(**named: Any) -> None:
@@ -113,9 +121,26 @@ def attention(
         TypeError, ValueError: an argument is wrong; the message names it, its value and what is allowed.
         NotImplementedError: no backend supports the combination; the message lists each with its reason.
     """
+    key = None
+    if not torch.compiler.is_compiling() and sink is None and _quiet(q, k, v) and (mask is None or type(mask) is Mask):
+        key = plans.shortcut_key(q, k, v, mask, scale, softcap, return_lse, deterministic, backend)
+        known = plans.shortcut(key)
+        if known is not None:
+            out, lse = known.run(q, k, v)
+            return out if lse is None else (out, lse)
     check_tensors(q=q, k=k, v=v)
     arguments = Arguments(q, k, v, sink=sink, deterministic=deterministic, backend=backend, **options(mask, scale, softcap))
-    return run(arguments, return_lse)
+    result = run(arguments, return_lse)
+    if key is not None:
+        plans.add_shortcut(key, arguments, return_lse)
+    return result
+
+
+def _quiet(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """No gradient is wanted, and nothing watches."""
+    if not operators.unwatched(q, k, v):
+        return False
+    return not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
 
 
 def attention_varlen(

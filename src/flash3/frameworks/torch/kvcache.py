@@ -16,9 +16,8 @@ from ... import dispatch
 from ...mask import FULL, Mask, MaskKind
 from ...problem import Problem, check_values
 from ...settings import settings
-from . import operators
 from .describe import describe
-from .functions import check_tensors, length_bound, options
+from .functions import check_tensors, length_bound, options, run_without_gradient
 from .operators import Arguments
 
 
@@ -186,7 +185,7 @@ def attend(arguments: Arguments, cache: KVCache, new: NewTokens, rotary: Rotary 
         k_new = rotate(k_new, rotary, positions(k_new, new.cu_seqlens, start, True))
     if k_new is not None and v_new is not None:
         append(cache.k, cache.v, k_new, v_new, cache.lengths, cache.batch_index, cache.page_table, new.cu_seqlens)
-    return operators.attention_lse(*arguments) if return_lse else operators.attention(*arguments)
+    return run_without_gradient(arguments, return_lse)
 
 
 def _mask_of(a: Arguments) -> Mask:

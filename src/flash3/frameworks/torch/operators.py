@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import dispatch
 from ...backends.base import Gradients, Saved
 from ...mask import FULL, Mask
-from ...problem import Problem, Request, Task, check_values
+from ...plan import Plan
+from ...problem import Request, Task, check_values
 from ...sequences import Dense, Packed, Padded, Paged, Sequences
 from ...settings import settings
-from .describe import DTYPES, describe, dtype_of
+from .describe import DTYPES
+from .plans import prepared
 
 
 class Arguments(NamedTuple):
@@ -120,18 +121,22 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def _checked(request: Request) -> Problem:
-    """Describe and validate. Values are read where that is free (host memory), or in checking mode."""
-    problem = Problem.of(request, describe)
-    if problem.device.type == "cpu" or settings.check_values:
+def forward(arguments: Arguments, lse: bool) -> tuple[Tensor, Tensor | None]:
+    """What the operators do, without the operators. Values are checked where reading them is free, or in checking mode."""
+    request = arguments.request(lse=lse)
+    ready = prepared(arguments, request)
+    if request.q.device.type == "cpu" or settings.check_values:
         check_values(request)
-    return problem
+    return ready.run(request)
 
 
-def _outputs(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    out = torch.empty(problem.out_shape, dtype=dtype_of(problem.spec.out_dtype), device=device)
-    lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=device) if problem.spec.lse else None
-    return out, lse
+def backward_plan(arguments: Arguments, request: Request | None = None) -> Plan:
+    """The plan of the gradient.
+
+    Raises:
+        NotImplementedError: no backend has it.
+    """
+    return prepared(arguments, request or arguments.request(Task.BACKWARD, lse=True)).plan
 
 
 def _undisturbed(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -141,22 +146,26 @@ def _undisturbed(device: torch.device) -> contextlib.AbstractContextManager[Any]
     return contextlib.nullcontext()
 
 
-def _run(arguments: Arguments, lse: bool) -> tuple[Tensor, Tensor | None]:
-    request = arguments.request(lse=lse)
-    problem = _checked(request)
-    plan = dispatch.choose(problem, arguments.backend)
-    out, lse_out = _outputs(problem, request.q.device)
-    with _undisturbed(request.q.device):
-        plan.run(request, out, lse_out)
-    return out, lse_out
+def unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call may leave the operators out: nothing traces, and no mode, subclass or transform wants to see them."""
+    return (
+        type(q) is Tensor
+        and type(k) is Tensor
+        and type(v) is Tensor
+        and not q.is_meta
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+    )
 
 
 def _attention(*flat: Any) -> Tensor:
-    return _run(Arguments(*flat), lse=False)[0]
+    return forward(Arguments(*flat), lse=False)[0]
 
 
 def _attention_lse(*flat: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _run(Arguments(*flat), lse=True)
+    out, lse = forward(Arguments(*flat), lse=True)
     assert lse is not None
     return out, lse
 
@@ -166,7 +175,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     arguments = Arguments(*flat)
     request = arguments.request(Task.BACKWARD, lse=True)
-    plan = dispatch.choose(Problem.of(request, describe), arguments.backend)
+    plan = backward_plan(arguments, request)
     dq, dk, dv, d_sink = _gradients_like(arguments, needs)
     wanted = [g if need else None for g, need in zip((dq, dk, dv, d_sink), needs, strict=True)]
     gradients = Gradients(d_out=_rows(d_out), d_lse=d_lse, dq=wanted[0], dk=wanted[1], dv=wanted[2], d_sink=wanted[3])

@@ -1,0 +1,113 @@
+"""Plans remembered by metadata: a call like an earlier one skips description, validation and dispatch.
+
+Everything that `Problem.of` looks at is in a key (shapes, strides, types, devices, options), so a hit means that the same checks passed
+before and the same backend was chosen. Values (lengths, page tables) are no metadata: they are checked at every call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import dispatch
+from ...plan import Plan
+from ...problem import Problem, Request, Task
+from ...settings import settings
+from .describe import describe, dtype_of
+
+MOST_PLANS = 4096
+"""When so many different calls are remembered, all are forgotten: a program with ever new shapes must not grow without end."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan, and what its outputs look like."""
+
+    plan: Plan
+    out_shape: tuple[int, ...]
+    out_dtype: torch.dtype
+    lse_shape: tuple[int, ...] | None
+
+    def run(self, request: Request) -> tuple[Tensor, Tensor | None]:
+        """The forward: out, and the LSE if it was asked for."""
+        device = request.q.device
+        out = torch.empty(self.out_shape, dtype=self.out_dtype, device=device)
+        lse = None if self.lse_shape is None else torch.empty(self.lse_shape, dtype=torch.float32, device=device)
+        if torch.is_autocast_enabled(device.type):  # it stops here: a backend computes in the types that the request names
+            with torch.autocast(device.type, enabled=False):
+                self.plan.run(request, out, lse)
+        else:
+            self.plan.run(request, out, lse)
+        return out, lse
+
+
+@dataclass(frozen=True)
+class Shortcut:
+    """The whole way of a dense call without a gradient. `fields` are its request's but for the tensors, which belong to one call each."""
+
+    prepared: Prepared
+    fields: dict[str, Any]
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        request = object.__new__(Request)
+        request.__dict__.update(self.fields, q=q, k=k, v=v)
+        return self.prepared.run(request)
+
+
+_plans: dict[tuple[Any, ...], Prepared] = {}
+_shortcuts: dict[tuple[Any, ...], Shortcut] = {}
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """What decides besides the call. Another registry or dispatcher is another key."""
+    return (settings.current("backend"), dispatch.choose, *dispatch.BACKENDS)
+
+
+def prepared(a: Any, request: Request) -> Prepared:
+    """The plan of a request, which came from `a`, an `operators.Arguments`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `Problem.of` and `dispatch.choose`.
+    """
+    metadata = [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in a]
+    key = (*metadata, request.lse, request.task, *_surroundings())
+    found = _plans.get(key)
+    if found is None:
+        problem = Problem.of(request, describe)
+        plan = dispatch.choose(problem, a.backend)
+        lse_shape = problem.lse_shape if request.lse else None
+        found = Prepared(plan, problem.out_shape, dtype_of(problem.spec.out_dtype), lse_shape)
+        remember(_plans, key, found)
+    return found
+
+
+def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+    """Keep it, within MOST_PLANS."""
+    if len(table) >= MOST_PLANS:
+        table.clear()
+    table[key] = value
+
+
+def shortcut_key(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Any, ...]:
+    """Of a dense call; options are hashable."""
+    return (
+        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        *options,
+        *_surroundings(),
+    )
+
+
+def shortcut(key: tuple[Any, ...]) -> Shortcut | None:
+    """The way of an earlier call with this key."""
+    return _shortcuts.get(key)
+
+
+def add_shortcut(key: tuple[Any, ...], a: Any, lse: bool) -> None:
+    """Remember a dense forward call that has passed every check, if it needs no copy on the way."""
+    request = a.request(Task.FORWARD, lse=lse)
+    if all(t.stride(-1) == 1 for t in (a.q, a.k, a.v)):
+        fields = {name: value for name, value in request.__dict__.items() if name not in ("q", "k", "v")}
+        remember(_shortcuts, key, Shortcut(prepared(a, request), fields))
