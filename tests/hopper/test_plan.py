@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from flash3.backends.base import Refusal, Support
 from flash3.backends.hopper import launch
-from flash3.backends.hopper.plan import HopperBackend
+from flash3.backends.hopper.plan import HopperBackend, gathered
 from flash3.backends.hopper.tiles import ForwardSpec, ScaleSign, SequenceLayout, Tiles
 from flash3.mask import UNBOUNDED, Mask, MaskKind
 from flash3.problem import Device, DType, Problem, Request, Task, TensorInfo
@@ -64,10 +65,6 @@ def test_supported(r: Request) -> None:
         (request(DType.E4M3), "float8_e4m3fn"),
         (request(task=Task.BACKWARD), "backward"),
         (request(qv=info(2, 300, 8, 128)), "qv"),
-        (
-            request(k=info(9, 16, 2, 128), v=info(9, 16, 2, 128), k_sequences=Paged(page_table=int32(2, 4), lengths=int32(2))),
-            "pages",
-        ),
     ],
 )
 def test_refused(r: Request, word: str) -> None:
@@ -81,6 +78,28 @@ def test_copies_are_announced() -> None:
     r = request(q=info(2, 300, 8, 128, strides=(300 * 8 * 129, 8 * 129, 129, 1)))
     assert "copies q" in answer(r).note  # type: ignore[union-attr]
     assert "copies" not in answer(request(q=info(2, 300, 8, 128, strides=(0, 1024, 128, 1)))).note  # type: ignore[union-attr]
+
+
+def test_pages_are_gathered() -> None:
+    """Whatever a page table holds where no sequence reads: the copy has every sequence's own slots where its lengths say."""
+    torch.manual_seed(0)
+    pages = torch.randn(5, 4, 2, 8)
+    layout = Paged(
+        page_table=torch.tensor([[3, 0, 99], [1, -7, 99], [4, 2, 1]], dtype=torch.int32),
+        lengths=torch.tensor([9, 6], dtype=torch.int32),
+        leftpad=torch.tensor([2, 0], dtype=torch.int32),
+        batch_index=torch.tensor([2, 0], dtype=torch.int32),
+    )
+    found = gathered(Request(q=torch.randn(2, 1, 4, 8), k=pages, v=2 * pages, k_sequences=layout))
+    assert found.k_sequences == Padded(lengths=layout.lengths, leftpad=layout.leftpad)
+    assert torch.equal(found.k[0, 2:9], pages[[4, 2, 1]].flatten(0, 1)[2:9])
+    assert torch.equal(found.v[1, :6], 2 * pages[[3, 0]].flatten(0, 1)[:6])
+
+
+def test_pages_are_announced() -> None:
+    pytest.importorskip("cutlass")
+    r = request(k=info(9, 16, 2, 128), v=info(9, 16, 2, 128), k_sequences=Paged(page_table=int32(2, 4), lengths=int32(2)))
+    assert "gathers the pages" in answer(r).note  # type: ignore[union-attr]
 
 
 def test_tiles_that_do_not_fit_are_refused() -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ...plan import Plan
 from ...problem import DType, Problem, Request, ScaleKind, Task, TensorInfo
-from ...sequences import Dense, Packed, Padded, SequenceKind, Sequences
+from ...sequences import Dense, Packed, Padded, Paged, SequenceKind, Sequences
 from ..base import Refusal, Support
 from . import budget, heuristics, launch
-from .tiles import SEQUENCE_LIMIT, ForwardSpec, SequenceLayout, Tiles
+from .tiles import DENSE, SEQUENCE_LIMIT, ForwardSpec, SequenceLayout, Tiles
 
 CAPABILITY = (9, 0)
 MOST_WORK_TILES = 1 << 31
@@ -50,8 +50,13 @@ class HopperBackend:
             return Refusal(reason)
         if importlib.util.find_spec("cutlass") is None:
             return Refusal("the package nvidia-cutlass-dsl is not installed (pip install 'flash3[hopper]')")
+        notes = [f"{spec.dtype.value} kernels"]
         copied = [name for name, t in (("q", problem.q), ("k", problem.k), ("v", problem.v)) if not _aligned(t)]
-        return Support(f"copies {', '.join(copied)}: rows must start at multiples of 16 bytes" if copied else f"{spec.dtype.value} kernels")
+        if copied:
+            notes.append(f"copies {', '.join(copied)}, whose rows do not start at multiples of 16 bytes")
+        if spec.k_sequences is SequenceKind.PAGED:
+            notes.append("gathers the pages into a copy first: a kernel that reads pages is still to come")
+        return Support("; ".join(notes))
 
     def plan(self, problem: Problem, tiles: Tiles | None = None) -> Plan:
         """One launch.
@@ -78,8 +83,6 @@ def _unsupported(problem: Problem) -> list[str]:
         found.append(f"its output must be bfloat16, float16 or float32, got {spec.out_dtype.value}")
     if spec.qv or spec.scales is not ScaleKind.NONE:
         found.append("it has no qv and no scales for FP8")
-    if SequenceKind.PAGED in (spec.q_sequences, spec.k_sequences):
-        found.append("it reads no pages yet")
     for name, kind, length in (("query", spec.q_sequences, sizes.q_len), ("key", spec.k_sequences, sizes.k_len)):
         if kind is not SequenceKind.DENSE and length > SEQUENCE_LIMIT:
             found.append(f"packed and padded {name} sequences must not be longer than {SEQUENCE_LIMIT}, got room for {length}")
@@ -96,15 +99,21 @@ def _aligned(t: TensorInfo) -> bool:
 
 @dataclass
 class Forward:
-    """A plan's `run(request, out, lse)`: fills out and lse on the current stream."""
+    """A plan's `run(request, out, lse)`: fills out and lse on the current stream. Microseconds count here."""
 
     problem: Problem
     tiles: Tiles
     kernels: Callable[[ForwardSpec, Tiles], Kernel]
     ready: dict[tuple[SequenceLayout, SequenceLayout], tuple[Kernel, tuple[float | int, ...]]] = field(default_factory=dict)
 
-    @torch.no_grad()
     def __call__(self, request: Request, out: Tensor, lse: Tensor | None) -> None:
+        index = out.device.index
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self(request, out, lse)
+            return
+        if request.k_sequences.kind is SequenceKind.PAGED:
+            request = gathered(request)
         layouts = _layout(request.q_sequences), _layout(request.k_sequences)
         if _leaves_rows(layouts[0]):
             _fill_empty(request, out, lse, sink=None)
@@ -113,13 +122,12 @@ class Forward:
         if request.k.numel() == 0:
             _fill_empty(request, out, lse, sink=request.sink)
             return
-        if layouts not in self.ready:
-            self.ready[layouts] = self._prepare(*layouts)
-        kernel, numbers = self.ready[layouts]
+        prepared = self.ready.get(layouts)
+        if prepared is None:
+            prepared = self.ready[layouts] = self._prepare(*layouts)
+        kernel, numbers = prepared
         q, k, v = _tma_ready(request.q), _tma_ready(request.k), _tma_ready(request.v)
-        arrays = _arrays(request.q_sequences), _arrays(request.k_sequences)
-        with torch.cuda.device(out.device):
-            kernel(q, k, v, out, lse, request.sink, counter(out.device), *arrays, numbers)
+        kernel(q, k, v, out, lse, request.sink, counter(index), _arrays(request.q_sequences), _arrays(request.k_sequences), numbers)
 
     def _prepare(self, q_layout: SequenceLayout, k_layout: SequenceLayout) -> tuple[Kernel, tuple[float | int, ...]]:
         p = self.problem
@@ -127,15 +135,30 @@ class Forward:
         return self.kernels(spec, self.tiles), launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors)
 
 
+def gathered(request: Request) -> Request:
+    """The keys of a paged request in a padded copy. Entries of the page table that no sequence uses may be anything: they are clamped, and
+    what they bring lies beyond the length."""
+    pages = request.k_sequences
+    assert isinstance(pages, Paged)
+    table = pages.page_table if pages.batch_index is None else pages.page_table[pages.batch_index]
+    table = table.clamp(0, max(0, request.k.shape[0] - 1))
+
+    def copy(t: Tensor) -> Tensor:
+        return t[table].flatten(1, 2) if t.shape[0] else t.new_empty(len(table), 0, *t.shape[2:])
+
+    padded = Padded(lengths=pages.lengths, leftpad=pages.leftpad)
+    return replace(request, k=copy(request.k), v=copy(request.v), k_sequences=padded)
+
+
 def _layout(sequences: Sequences) -> SequenceLayout:
     match sequences:
+        case Dense():
+            return DENSE
         case Packed():
             return SequenceLayout(kind=sequences.kind, used=sequences.used is not None)
         case Padded():
             pads, index = sequences.leftpad is not None, sequences.batch_index is not None
             return SequenceLayout(kind=sequences.kind, leftpad=pads, batch_index=index)
-        case Dense():
-            return SequenceLayout()
     raise NotImplementedError(f"no kernel reads {type(sequences).__name__} sequences")
 
 
@@ -167,28 +190,32 @@ def _fill_empty(request: Request, out: Tensor, lse: Tensor | None, sink: Tensor 
 
 def _tma_ready(t: Tensor) -> Tensor:
     """As TMA can read it: a copy only where rows do not start at multiples of 16 bytes."""
-    t = t.detach() if t.requires_grad else t
+    if t.requires_grad:
+        t = t.detach()
     step = TMA_ALIGNMENT_BYTES // t.element_size()
-    if t.data_ptr() % TMA_ALIGNMENT_BYTES or any(s % step and n > 1 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)):
-        return t.clone(memory_format=torch.contiguous_format)
-    if all(s % step == 0 for s in t.stride()[:-1]) and t.stride(-1) == 1:
+    strides = t.stride()
+    straight = strides[-1] == 1
+    for stride in strides[:-1]:
+        straight = straight and stride % step == 0
+    if straight and t.data_ptr() % TMA_ALIGNMENT_BYTES == 0:
         return t
+    if t.data_ptr() % TMA_ALIGNMENT_BYTES or any(s % step and n > 1 for n, s in zip(t.shape[:-1], strides[:-1], strict=True)):
+        return t.clone(memory_format=torch.contiguous_format)
     # Dimensions of size 1 may carry any stride; the kernel wants one that TMA could use.
-    strides = [s if n > 1 else step * max(1, t.shape[-1]) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
-    return t.as_strided(t.shape, (*strides, 1))
+    usable = [s if n > 1 else step * max(1, t.shape[-1]) for n, s in zip(t.shape[:-1], strides[:-1], strict=True)]
+    return t.as_strided(t.shape, (*usable, 1))
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
-def counter(device: torch.device) -> Tensor:
+def counter(device: int) -> Tensor:
     """The work counter: 0 at every launch, and left at 0. One per stream, since launches of two streams may overlap; inside a graph
     capture a new one, since graphs may be replayed on any stream."""
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device)
-    key = (stream.device_index, stream.cuda_stream)
+        return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+    key = device, torch._C._cuda_getCurrentRawStream(device)
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
     return found
