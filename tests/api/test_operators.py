@@ -169,15 +169,24 @@ def test_inference_mode(device):
     assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
 
 
-def test_autocast_changes_nothing(device):
-    """The inputs decide the dtype, not an ambient policy."""
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["", "softcap"])
+def test_autocast_changes_nothing(options, device):
+    """The inputs decide the dtype, not an ambient policy; forward, backward, over a cache and merged."""
     q, k, v = (x.requires_grad_() for x in _qkv(2, 9, device=device))
-    wanted = flash3.attention(q, k, v)
+
+    def results():
+        out, lse = flash3.attention(q, k, v, return_lse=True, mask=Mask(causal=True), **options)
+        grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+        with torch.no_grad():
+            cached = flash3.attention_kvcache(q, flash3.KVCache(k.clone(), v, int32(9, 4, device=device)), return_lse=True, **options)
+            return [out, lse, *grads, flash3.attention(q, k, v, **options), *cached, *flash3.merge([out, out], [lse, lse])]
+
+    wanted = results()
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        out = flash3.attention(q, k, v)
-    assert out.dtype == torch.float32
-    assert torch.equal(out, wanted)
-    assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
+        ours = results()
+    for a, b in zip(ours, wanted, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
 
 
 def test_threads(device):
