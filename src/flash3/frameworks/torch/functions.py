@@ -239,6 +239,6 @@ def explain(q: Tensor | Problem, k: Tensor | None = None, v: Tensor | None = Non
     chosen = options(keywords.pop("mask", None), keywords.pop("scale", None), keywords.pop("softcap", 0.0))
     for name in ("max_seqlen_q", "max_seqlen_k"):
         keywords[name] = length_bound(name, keywords.get(name))
-    arguments = Arguments(q, k, v, **chosen, **keywords)  # type: ignore[arg-type]
+    arguments = Arguments(q, k, v, backend=backend, **chosen, **keywords)  # type: ignore[arg-type]
     arguments.check_types()
     return dispatch.explain(Problem.of(arguments.request(lse=lse), describe), backend)

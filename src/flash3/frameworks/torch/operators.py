@@ -82,11 +82,13 @@ class Arguments(NamedTuple):
         )
 
     def check_types(self) -> None:
-        """Each tensor is one.
+        """Each tensor is one, and the backend a name.
 
         Raises:
             TypeError: one is not; the message names it.
         """
+        if self.backend is not None and not isinstance(self.backend, str):
+            raise TypeError(f"backend must be a name or None, got {self.backend!r} of type {type(self.backend).__name__}")
         for i, value in enumerate(self[:_TENSORS]):
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(f"{self._fields[i]} must be a torch.Tensor, got {type(value).__name__}: {value!r}")

@@ -101,8 +101,11 @@ def shortcut_key(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Any, .
 
 
 def shortcut(key: tuple[Any, ...]) -> Shortcut | None:
-    """The way of an earlier call with this key."""
-    return _shortcuts.get(key)
+    """The way of an earlier call with this key. What cannot be hashed is no option: the checks will refuse it by name."""
+    try:
+        return _shortcuts.get(key)
+    except TypeError:
+        return None
 
 
 def add_shortcut(key: tuple[Any, ...], a: Any, lse: bool) -> None:
