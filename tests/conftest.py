@@ -47,7 +47,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """On a GPU, what no backend serves yet is a skip with each backend's reason. The CPU backend serves everything: there it is a failure."""
+    """On a GPU, what no backend serves yet is a skip with each backend's reason. On the CPU it is a failure."""
     try:
         return (yield)
     except NotImplementedError as refusal:
