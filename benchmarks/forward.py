@@ -24,8 +24,9 @@ import torch
 from flash3.backends.hopper import heuristics
 from flash3.backends.hopper.tiles import ForwardSpec
 from flash3.mask import Mask, MaskKind
+from flash3.problem import Request
 
-from .calls import Call
+from .calls import prepare_named
 from .configurations import ABLATION, CONFIGURATIONS, name_of
 from .gpu_check import GOOD
 from .objects import unpacked
@@ -49,12 +50,11 @@ def inputs(s: int, d: int, tokens: int = TOKENS, hidden: int = HIDDEN) -> list[t
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, name: str | None = None) -> tuple[str, Run]:
     """The configuration that the heuristic takes (or the one named), and its launch."""
-    call = Call(q=q, k=k, v=v, mask=Mask(causal=causal))
+    request = Request(q=q, k=k, v=v, mask=Mask(causal=causal), lse=True)
     if name is None:
         spec = ForwardSpec(qk_width=q.shape[-1], v_width=v.shape[-1], mask_kind=MaskKind.CAUSAL if causal else MaskKind.FULL)
         name = name_of(spec, heuristics.choose(spec, k.shape[1]))
-    out, lse = call.outputs(name)
-    return name, call.launcher(name, out, lse)
+    return name, prepare_named(request, name)[0]
 
 
 def graphed(run: Run) -> Run:
@@ -193,9 +193,8 @@ def report(rows: list[dict[str, Any]], peers: list[str]) -> None:
     ratios = [row["ratio"] for row in rows if "ratio" in row]
     if ratios:
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        print(
-            f"of the best peer per cell: geometric mean {mean:.3f}, smallest {min(ratios):.3f}, cells under 0.99: {sum(r < 0.99 for r in ratios)}"
-        )
+        low = sum(r < 0.99 for r in ratios)
+        print(f"of the best peer per cell: geometric mean {mean:.3f}, smallest {min(ratios):.3f}, cells under 0.99: {low}")
     for n in peers:
         ratios = [row[f"ratio_{n}"] for row in rows if f"ratio_{n}" in row]
         if ratios:

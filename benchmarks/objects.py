@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import hashlib
 import json
 import os
+import queue
 import re
 import shutil
 import subprocess
@@ -17,29 +19,36 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .configurations import CONFIGURATIONS
 
-FOLDER = Path(__file__).parent.parent / "build" / "hopper"
+FOLDER = Path(os.environ.get("FLASH3_OBJECTS") or Path(__file__).parent.parent / "build" / "hopper")
 PACKED = FOLDER.with_suffix(".tar.xz")
 FACTS = "facts.json"
 JOBS = 2
 
 
-def _build(name: str, snapshot: str) -> dict[str, Any]:
-    """In a process of its own: ptxas's remarks go to the file descriptor."""
-    source = (
-        "import sys, pathlib; from flash3.backends.hopper.compile import build_object, TARGET; from benchmarks.configurations import "
-        "CONFIGURATIONS as C; build_object(*C[sys.argv[1]], pathlib.Path(sys.argv[2]), TARGET + ' remarks{ptx}')"
-    )
+def _build_one(name: str) -> dict[str, Any]:
+    """Compile in this process; ptxas's remarks go to file descriptors 1 and 2, which are caught in a file meanwhile."""
+    from flash3.backends.hopper.compile import TARGET, build_object
+
     start = time.time()
-    command = ["nice", sys.executable, "-c", source, name, str(FOLDER / f"{name}.o")]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": snapshot, "PYTHONSAFEPATH": "1"})
-    if done.returncode:
-        raise RuntimeError(f"{name} does not compile:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-    text = done.stdout + done.stderr
+    with tempfile.TemporaryFile() as caught:
+        sys.stdout.flush()
+        saved = os.dup(1), os.dup(2)
+        os.dup2(caught.fileno(), 1)
+        os.dup2(caught.fileno(), 2)
+        try:
+            build_object(*CONFIGURATIONS[name], FOLDER / f"{name}.o", TARGET + " remarks{ptx}")
+        finally:
+            sys.stdout.flush()
+            os.dup2(saved[0], 1)
+            os.dup2(saved[1], 2)
+        caught.seek(0)
+        text = caught.read().decode(errors="replace")
     registers = re.search(r"Used (\d+) registers", text)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
     if registers is None or spills is None:
@@ -62,29 +71,56 @@ def build(words: list[str]) -> None:
         facts = {"sources": source_hash(), "kernels": {}}
     done = facts["kernels"]
     todo = [n for n in CONFIGURATIONS if n not in done and (not words or any(w in n for w in words))]
-    root = Path(__file__).parent.parent
-    with tempfile.TemporaryDirectory() as snapshot, concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
-        # The DSL reads sources again, by line, while it traces: compile files that nobody edits meanwhile.
-        shutil.copytree(root / "src" / "flash3", Path(snapshot) / "flash3")
-        shutil.copytree(root / "benchmarks", Path(snapshot) / "benchmarks")
-        for fact in pool.map(functools.partial(_build, snapshot=snapshot), todo):
-            done[fact["name"]] = fact
-            path.write_text(json.dumps(facts, indent=1))
-            print(f"{fact['name']:32s} registers {fact['registers']}  spills {fact['spills']}  {fact['seconds']} s", flush=True)
+    for fact in _built(todo):
+        done[fact["name"]] = fact
+        path.write_text(json.dumps(facts, indent=1))
+        print(f"{fact['name']:32s} registers {fact['registers']}  spills {fact['spills']}  {fact['seconds']} s", flush=True)
     with tarfile.open(PACKED, "w:xz") as tar:
         for file in [path, *(FOLDER / f"{n}.o" for n in done)]:
             tar.add(file, file.name)
     print(f"{len(done)} kernels, {PACKED.stat().st_size / 1024:.0f} KB in {PACKED}")
 
 
+def _built(names: list[str]) -> Iterator[dict[str, Any]]:
+    """Facts as they come from two workers."""
+    root = Path(__file__).parent.parent
+    with tempfile.TemporaryDirectory() as snapshot, concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
+        # The DSL reads sources again, by line, while it traces: compile files that nobody edits meanwhile.
+        shutil.copytree(root / "src" / "flash3", Path(snapshot) / "flash3")
+        shutil.copytree(root / "benchmarks", Path(snapshot) / "benchmarks")
+        environment = os.environ | {"PYTHONPATH": snapshot, "PYTHONSAFEPATH": "1", "FLASH3_OBJECTS": str(FOLDER)}
+        lanes = [names[i::JOBS] for i in range(JOBS)]
+        facts: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        running = [pool.submit(_work, lane, environment, facts) for lane in lanes]
+        for _ in lanes:
+            yield from iter(facts.get, None)
+        for work in running:
+            work.result()
+
+
+def _work(names: list[str], environment: dict[str, str], facts: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    command = [sys.executable, "-m", "benchmarks.objects", "--worker", *names]
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                facts.put(json.loads(line))
+        if worker.returncode:
+            raise RuntimeError(f"a worker ended with {worker.returncode}")
+    finally:
+        facts.put(None)
+
+
 @functools.cache
 def unpacked() -> dict[str, Any]:
     """Unpack where needed; the facts of what is there."""
-    if PACKED.exists() and (not (FOLDER / FACTS).exists() or PACKED.stat().st_mtime > (FOLDER / FACTS).stat().st_mtime):
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(PACKED) as tar:
-            tar.extractall(FOLDER, filter="data")
-        os.utime(FOLDER / FACTS)
+    if PACKED.exists():
+        digest, mark = hashlib.sha256(PACKED.read_bytes()).hexdigest(), FOLDER / "unpacked"
+        if not mark.exists() or mark.read_text() != digest:
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            with tarfile.open(PACKED) as tar:
+                tar.extractall(FOLDER, filter="data")
+            mark.write_text(digest)
     facts: dict[str, Any] = json.loads((FOLDER / FACTS).read_text())
     return facts
 
@@ -103,4 +139,8 @@ def kernel(name: str) -> Any:
 
 
 if __name__ == "__main__":
-    build(sys.argv[1:])
+    if sys.argv[1:2] == ["--worker"]:
+        for each in sys.argv[2:]:
+            print(json.dumps(_build_one(each)), flush=True)
+    else:
+        build(sys.argv[1:])

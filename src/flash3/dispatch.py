@@ -11,7 +11,10 @@ from .plan import Plan
 from .problem import Problem
 from .settings import settings
 
-BACKENDS: dict[str, str] = {"cpu": "flash3.backends.cpu.plan:CpuBackend"}
+BACKENDS: dict[str, str] = {
+    "hopper": "flash3.backends.hopper.plan:HopperBackend",
+    "cpu": "flash3.backends.cpu.plan:CpuBackend",
+}
 """Name -> where its class is, best first. Modules are imported when first asked for."""
 
 

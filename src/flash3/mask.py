@@ -94,28 +94,31 @@ def key_blocks(
     leftmost, first_end = visible_keys(first_row, k_len, bounds, kind, minimum, maximum)
     last_begin, rightmost = visible_keys(last_row, k_len, bounds, kind, minimum, maximum)
     begin = leftmost // block
-    end = maximum(begin, (rightmost + block - 1) // block)
+    sees = minimum(1, rightmost - leftmost)  # 0 when these rows see no key at all
+    end = begin + sees * ((rightmost + block - 1) // block - begin)
     full_begin = minimum(end, (last_begin + block - 1) // block)
     full_end = maximum(full_begin, minimum(end, first_end // block))
     return KeyBlocks(begin, full_begin, full_end, end)
 
 
-def _whole(name: str, value: Any, lowest: int) -> int:
+def _whole(name: str, value: Any, lowest: int | None) -> int:
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     try:
-        number = operator.index(value)
+        # A traced program's int may stand for any number: operator.index would make it a constant.
+        number = value if isinstance(value, int) else operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer or None, got {value!r} of type {type(value).__name__}") from None
-    if number < lowest:
+        kind = "an integer" if name == "k_offset" else "an integer or None"
+        raise TypeError(f"{name} must be {kind}, got {value!r} of type {type(value).__name__}") from None
+    if lowest is not None and number < lowest:
         allowed = "None, -1 (unbounded) or an integer >= 0" if name in ("left", "right") else f"an integer >= {lowest}"
         raise ValueError(f"{name} must be {allowed}, got {number}")
     return number
 
 
 def _offset(name: str, value: Any) -> int:
-    number = _whole(name, value, -MAX_POSITION)
-    if number > MAX_POSITION:
+    number = _whole(name, value, None)
+    if abs(number) > MAX_POSITION:
         raise ValueError(f"{name} must be within ±{MAX_POSITION}, got {number}")
     return number
 

@@ -220,10 +220,17 @@ def check_options(mask: Any, scale: Any, softcap: Any) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-        if not math.isfinite(value):
+        if not _is_finite(value):
             raise ValueError(f"{name} must be finite, got {value}")
     if softcap < 0:
         raise ValueError(f"softcap must be >= 0 (0 is off), got {softcap}")
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond any float
+        return False
 
 
 def check_differentiable(dtype: DType | str, has_qv: bool) -> None:
@@ -326,6 +333,8 @@ def _batch_of(name: str, t: TensorInfo, layout: Sequences) -> int:
 def _check_layouts(r: Request) -> int:
     """The batch size, on which queries and keys must agree."""
     q, k = r.q, r.k
+    if isinstance(r.q_sequences, Paged) or getattr(r.q_sequences, "batch_index", None) is not None:
+        raise ValueError("the queries must be Dense, Packed, or Padded without batch_index: out and lse have one row per query row")
     batch = _batch_of("q", q, r.q_sequences)
     batch_k = _batch_of("k", k, r.k_sequences)
     if batch != batch_k:

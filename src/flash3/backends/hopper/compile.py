@@ -12,44 +12,70 @@ from cutlass import Float32, Int32
 
 from ... import mask, problem, sequences
 from ...kernel_cache import KernelCache, default_folder
+from ...sequences import SequenceKind
 from ...settings import settings
 from .forward import Forward
-from .operands import Numbers
+from .operands import Arrays, Numbers
 from .storage import ELEMENTS
-from .tiles import ForwardSpec, Tiles
+from .tiles import ForwardSpec, SequenceLayout, Tiles
 
 TARGET = "--enable-tvm-ffi --gpu-arch sm_90a"
 SYMBOL = "flash3_forward"
 """Name of the function in an object file."""
 
 
-def _rows(element, batch, rows, heads):
-    """(batch, rows, heads, columns) with any strides that are multiples of 16 bytes, columns contiguous."""
+def _rows(element, layout: SequenceLayout, batch, rows, heads):
+    """(batch, rows, heads, columns), packed (rows, heads, columns): any strides of multiples of 16 bytes, columns contiguous."""
     step = 128 // element.width
-    columns = cute.sym_int(divisibility=8)
-    strides = tuple(cute.sym_int64(divisibility=step) for _ in range(3))
-    return cute.runtime.make_fake_tensor(element, (batch, rows, heads, columns), (*strides, 1), assumed_align=16)
+    shape = (rows, heads, cute.sym_int(divisibility=8))
+    if layout.kind is not SequenceKind.PACKED:
+        shape = (batch, *shape)
+    strides = (*(cute.sym_int64(divisibility=step) for _ in shape[:-1]), 1)
+    return cute.runtime.make_fake_tensor(element, shape, strides, assumed_align=16)
+
+
+def _arrays(layout: SequenceLayout, batch) -> Arrays | None:
+    if layout.kind is SequenceKind.DENSE:
+        return None
+
+    def numbers(n):
+        return cute.runtime.make_fake_compact_tensor(Int32, (n,), assumed_align=4)
+
+    packed = layout.kind is SequenceKind.PACKED
+    return Arrays(
+        numbers(cute.sym_int()) if packed else None,
+        numbers(batch) if layout.used or layout.kind is SequenceKind.PADDED else None,
+        numbers(batch) if layout.leftpad else None,
+        numbers(batch) if layout.batch_index else None,
+    )
 
 
 def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
-    """The compiled function: f(q, k, v, out, lse, sink, counter, numbers), on the framework's current stream."""
-    batch, q_len, k_len, heads, kv_heads = (cute.sym_int() for _ in range(5))
+    """The compiled function: f(q, k, v, out, lse, sink, counter, q_arrays, k_arrays, numbers), on the framework's current stream.
+
+    q_arrays and k_arrays are operands.Arrays (None: dense), numbers is operands.Numbers; None where the spec has nothing.
+    """
+    batch, q_rows, k_rows, q_len, k_len, heads, kv_heads = (cute.sym_int() for _ in range(7))
     element, out = ELEMENTS[spec.dtype], ELEMENTS[spec.out_dtype]
     lse = sink = None
     if spec.lse:
-        lse = cute.runtime.make_fake_compact_tensor(Float32, (batch, heads, q_len), stride_order=(2, 1, 0), assumed_align=4)
+        shape = (heads, q_len) if spec.q_layout.kind is SequenceKind.PACKED else (q_rows, heads, q_len)
+        order = tuple(range(len(shape)))[::-1]
+        lse = cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=order, assumed_align=4)
     if spec.sink:
         sink = cute.runtime.make_fake_compact_tensor(Float32, (heads,), assumed_align=4)
     numbers = Numbers(Float32(1.0), Float32(1.0), *(Int32(0) for _ in range(len(Numbers._fields) - 2)))
     return cute.compile(
         Forward(spec, tiles),
-        _rows(element, batch, q_len, heads),
-        _rows(element, batch, k_len, kv_heads),
-        _rows(element, batch, k_len, kv_heads),
-        _rows(out, batch, q_len, heads),
+        _rows(element, spec.q_layout, q_rows, q_len, heads),
+        _rows(element, spec.k_layout, k_rows, k_len, kv_heads),
+        _rows(element, spec.k_layout, k_rows, k_len, kv_heads),
+        _rows(out, spec.q_layout, q_rows, q_len, heads),
         lse,
         sink,
         cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4),
+        _arrays(spec.q_layout, batch),
+        _arrays(spec.k_layout, batch),
         numbers,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,

@@ -31,19 +31,21 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
+from ...sequences import SequenceKind
 from . import budget, roles, storage
 from .barriers import NoTurn, Turn
+from .extents import Extent, loadable, rows_view, sequence_arrays
 from .fragments import LANES_PER_ROW, ROWS_PER_THREAD, accumulator, convert
 from .keyblocks import KeyBlocks, TileBlocks, Walk, consumers_part
 from .masking import FragmentMask, bounds_of
 from .matmul import issue, wait_matmuls
-from .operands import MaskNumbers, Numbers, Operands, Sizes
+from .operands import Arrays, MaskNumbers, Numbers, Operands, Sizes
 from .pipes import StagedLoad, StagedRead, tma_pipe, work_pipe
 from .queries import make_queries
-from .schedule import Dispatcher, Follower, WorkTile, tile_at
+from .schedule import Dispatcher, Follower, Position, WorkTile
 from .softmax import LOG2_E, OnlineSoftmax, ScoreMap, SteadySoftmax
 from .store import OutputStore
-from .tiles import ForwardSpec, Maximum, Overlap, Rescale, Tiles, Turns
+from .tiles import ROWS_PER_CONSUMER, ForwardSpec, Maximum, Overlap, Rescale, Tiles, Turns
 
 
 @dataclass
@@ -237,16 +239,16 @@ class Loads:
 
 
 @cute.jit
-def produce(load: Loads, blocks: TileBlocks, tile: WorkTile, kv_head: Int32, dispatcher: Dispatcher):
+def produce(load: Loads, blocks: TileBlocks, tile: WorkTile, kv_head: Int32, q: Extent, k: Extent, dispatcher: Dispatcher):
     """Loads of one work tile; the ticket for the next tile is taken before the last V."""
-    load.q.load(tile.q_block, tile.head, tile.batch)
+    load.q.load(tile.q_block, tile.head, q)
     for i in cutlass.range(blocks.count - 1, unroll=1):
-        load.k.load(blocks.first - i, kv_head, tile.batch)
-        load.v.load(blocks.first - i, kv_head, tile.batch)
+        load.k.load(blocks.first - i, kv_head, k)
+        load.v.load(blocks.first - i, kv_head, k)
     last = blocks.first - blocks.count + 1
-    load.k.load(last, kv_head, tile.batch)
+    load.k.load(last, kv_head, k)
     dispatcher.prefetch()
-    load.v.load(last, kv_head, tile.batch)
+    load.v.load(last, kv_head, k)
     return load, dispatcher
 
 
@@ -257,27 +259,32 @@ class Forward:
         self.spec, self.tiles = spec, tiles
 
     @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mLSE, mSink, mCounter, numbers: Numbers, stream):
+    def __call__(self, mQ, mK, mV, mO, mLSE, mSink, mCounter, q_arrays: Arrays, k_arrays: Arrays, numbers: Numbers, stream):
         spec, tiles = self.spec, self.tiles
-        q, k, v, o = (storage.rows_first(m) for m in (mQ, mK, mV, mO))
-        num_q_blocks = cute.ceil_div(mQ.shape[1], tiles.q)
-        num_tiles = num_q_blocks * mQ.shape[2] * mQ.shape[0]
-        sizes = Sizes(mQ.shape[1], mK.shape[1], mQ.shape[2], mQ.shape[0], num_q_blocks, num_tiles, numbers.head_group)
+        q, o = (rows_view(m, spec.q_layout) for m in (mQ, mO))
+        k, v = (rows_view(m, spec.k_layout) for m in (mK, mV))
+        batch = self.batch(mQ, mK, q_arrays, k_arrays)
+        sizes = Sizes(mQ.shape[-3], mK.shape[-3], mQ.shape[-2], batch, numbers.head_group)
         mask = MaskNumbers(numbers.left, numbers.right, numbers.chunk, numbers.q_offset, numbers.k_offset, numbers.bottom_right)
         ops = Operands(
             storage.tma_load(q, storage.q_layout(spec, tiles), (tiles.q, spec.qk_width)),
             storage.tma_load(k, storage.k_layout(spec, tiles, 1), (tiles.kv, spec.qk_width)),
             storage.tma_load(v, storage.v_layout(spec, tiles, 1), (tiles.kv, spec.v_width)),
-            storage.tma_store(o, storage.o_layout(spec, tiles, 64), (64, tiles.o_columns)),
+            storage.tma_store(o, storage.o_layout(spec, tiles, ROWS_PER_CONSUMER), (ROWS_PER_CONSUMER, tiles.o_columns)),
             mLSE,
             mSink,
             mCounter,
+            sequence_arrays(q_arrays),
+            sequence_arrays(k_arrays),
             sizes,
             mask,
             numbers.scale_log2,
             numbers.tanh_scale,
         )
-        grid = cutlass.min(num_tiles, numbers.multiprocessors * tiles.blocks_per_sm)
+        most_tiles = cute.ceil_div(sizes.q_len, tiles.q) * sizes.heads * batch
+        if const_expr(spec.q_layout.kind is SequenceKind.PACKED):  # q_len is that of all sequences together
+            most_tiles = (sizes.q_len // tiles.q + batch) * sizes.heads
+        grid = cutlass.min(most_tiles, numbers.multiprocessors * tiles.blocks_per_sm)
         # Without min_blocks_per_mp ptxas ignores setmaxnreg; without the carveout the DSL asks a GPU while compiling.
         self.kernel(ops).launch(
             grid=[grid, 1, 1],
@@ -286,6 +293,15 @@ class Forward:
             min_blocks_per_mp=tiles.blocks_per_sm,
             preferred_smem_carveout=100 if tiles.blocks_per_sm > 1 else None,
         )
+
+    def batch(self, mQ, mK, q_arrays, k_arrays):
+        """How many sequences: from the side that says so by its shape or its arrays."""
+        for m, arrays, layout in ((mQ, q_arrays, self.spec.q_layout), (mK, k_arrays, self.spec.k_layout)):
+            if layout.kind is SequenceKind.DENSE:
+                return m.shape[0]
+            if layout.kind is SequenceKind.PADDED:
+                return arrays.lengths.shape[0]
+        return q_arrays.starts.shape[0] - 1
 
     @cute.kernel
     def kernel(self, ops: Operands):
@@ -305,15 +321,17 @@ class Forward:
             cute.arch.setmaxregister_decrease(roles.producer_registers(tiles))
             if warp == 0:
                 load = Loads(
-                    StagedLoad.create(ops.q, sQ, (tiles.q, spec.qk_width), q_in),
-                    StagedLoad.create(ops.k, sK, (tiles.kv, spec.qk_width), k_in),
-                    StagedLoad.create(ops.v, sV, (tiles.kv, spec.v_width), v_in),
+                    StagedLoad(ops.q.atom, ops.q.tma_tensor, sQ, q_in, (tiles.q, spec.qk_width), spec.q_layout),
+                    StagedLoad(ops.k.atom, ops.k.tma_tensor, sK, k_in, (tiles.kv, spec.qk_width), spec.k_layout),
+                    StagedLoad(ops.v.atom, ops.v.tma_tensor, sV, v_in, (tiles.kv, spec.v_width), spec.k_layout),
                 )
                 work = self.dispatcher(ops, box, work_in, thread)
                 while work.tile.valid:
                     tile = work.tile
-                    blocks = self.walk(ops, tile).of_tile()
-                    load, work = produce(load, as_int32(blocks), tile, tile.head // spec.heads_per_kv, work)
+                    q, k = work.extents(tile.batch)
+                    blocks = as_int32(self.walk(ops, tile, q.length, k.length).of_tile())
+                    k = loadable(k) if const_expr(spec.k_layout.kind is not SequenceKind.DENSE) else k
+                    load, work = produce(load, blocks, tile, tile.head // spec.heads_per_kv, q, k, work)
                     work.advance()
                 load.k.producer.tail()
                 load.v.producer.tail()
@@ -326,17 +344,21 @@ class Forward:
             if const_expr(tiles.turns is Turns.PING_PONG):
                 if me == tiles.consumers - 1:  # the first turn is consumer 0's
                     c.turn.pass_on()
-            work = self.follower(ops, box, work_out)
+            work = Follower.create(box, work_out, spec)
+            work.advance()
             while work.tile.valid:
                 tile = work.tile
+                extent, k_len = self.lengths(ops, tile)
                 c.mask.tile_row = tile.q_block * tiles.q
+                if const_expr(spec.is_ragged):
+                    c.mask.q_len, c.mask.k_len = extent.length, k_len
                 c.queries.take()
-                blocks = as_int32(self.walk(ops, tile).of_consumer(me))
+                blocks = as_int32(self.walk(ops, tile, extent.length, k_len).of_consumer(me))
                 c = attend(c, blocks, consumers_part(spec, tiles))
                 inverse, lse = c.softmax.finish(self.sink_log2(ops, tile), spec.sink)
-                store.write_output(c.O, inverse, tile)
+                store.write_output(c.O, inverse, tile, extent)
                 if const_expr(spec.lse):
-                    store.write_lse(lse, tile)
+                    store.write_lse(lse, tile, extent)
                 work.advance()
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -353,24 +375,31 @@ class Forward:
         sO = buffer(storage.ELEMENTS[spec.out_dtype], storage.o_layout(spec, tiles, tiles.q))
         return sQ, sK, sV, sO
 
-    def walk(self, ops: Operands, tile: WorkTile) -> Walk:
-        q_len, k_len = ops.sizes.q_len, ops.sizes.k_len
+    def walk(self, ops: Operands, tile: WorkTile, q_len, k_len) -> Walk:
         bounds = bounds_of(ops.mask, q_len, k_len)
         return Walk(self.spec, self.tiles, tile.q_block, k_len, bounds, cutlass.min, cutlass.max)
+
+    def lengths(self, ops: Operands, tile: WorkTile) -> tuple[Extent, Int32]:
+        """What a consumer must know: where the queries lie, and how many keys there are."""
+        if not self.spec.is_ragged:
+            return Extent(tile.batch, Int32(0), ops.sizes.q_len), ops.sizes.k_len
+        row = Int32(0) if self.spec.q_layout.kind is SequenceKind.PACKED else tile.batch
+        return Extent(row, tile.q_start, tile.q_len), tile.k_len
 
     def sink_log2(self, ops: Operands, tile: WorkTile):
         return ops.sink[tile.head] * Float32(LOG2_E) if self.spec.sink else Float32(0.0)
 
-    # A dataclass that a loop carries is rebound in place, for its other users too: loop state gets copies of what it needs.
     def dispatcher(self, ops: Operands, box, producer, lane) -> Dispatcher:
+        """With its first tile, which the consumers have been told. A dataclass that a loop carries is rebound in place, for its other
+        users too: so it gets copies."""
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        sizes = replace(ops.sizes)
-        return Dispatcher(tile_at(block, sizes, self.spec), Int32(0), box, producer, grid, lane, ops.counter, sizes, self.spec)
-
-    def follower(self, ops: Operands, box, consumer) -> Follower:
-        block, _, _ = cute.arch.block_idx()
-        return Follower(tile_at(block, replace(ops.sizes), self.spec), box, consumer)
+        start = Position(Int32(0), Int32(0))
+        arrays = replace(ops.q_arrays), replace(ops.k_arrays), replace(ops.sizes)
+        nothing = Follower.create(box, None, self.spec).tile
+        work = Dispatcher(nothing, Int32(0), start, box, producer, grid, lane, ops.counter, *arrays, self.spec, self.tiles)
+        work.send(block)
+        return work
 
     def consumer(self, ops, sQ, sK, sV, sO, q_out, k_out, v_out, thread, me):
         spec, tiles = self.spec, self.tiles

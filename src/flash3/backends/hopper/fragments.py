@@ -3,7 +3,7 @@ and of each the columns 8j, 8j+1 from its first."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, const_expr
 
 ROWS_PER_THREAD = 2
 ROW_STEP = 8
@@ -44,3 +44,12 @@ def scale_rows(acc: cute.Tensor, factor: cute.Tensor):
     for r in cutlass.range_constexpr(cute.size(factor)):
         for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
             rows[r, c] = rows[r, c] * factor[r]
+
+
+@cute.jit
+def scale_rows_or_clear(acc: cute.Tensor, factor: cute.Tensor):
+    """Where the factor is 0, whatever was there becomes 0."""
+    rows = as_rows(acc)
+    for r in cutlass.range_constexpr(cute.size(factor)):
+        for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+            rows[r, c] = Float32(0.0) if factor[r] == Float32(0.0) else rows[r, c] * factor[r]

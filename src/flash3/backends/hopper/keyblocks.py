@@ -1,7 +1,8 @@
 """Which blocks of keys a work tile visits, right to left; the arithmetic itself is `mask.key_blocks`.
 
-A tile that sees no key visits one block past the end of the keys: TMA fills it with zeros, the mask hides all of it, and O comes out
-as exactly 0 without a second path through the kernel.
+A tile that sees no key visits one block that the mask hides as a whole, so that O comes out as exactly 0 without a second path through
+the kernel. That block lies past the end of dense keys, where TMA fills in zeros; ragged ones must not be read there (extents.py), so it
+is their first.
 
 Plain arithmetic: tests run it on ints, kernels on Int32 with their own `minimum` and `maximum`.
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 from ... import mask
 from ...mask import MaskKind
+from ...sequences import SequenceKind
 from .tiles import ROWS_PER_CONSUMER, ForwardSpec, Tiles, Turns
 
 
@@ -63,8 +65,8 @@ class Walk:
         whole = self._ranges(self.q_block * tiles.q, tiles.q)
         count = whole.end - whole.begin
         empty = 1 - self.minimum(1, count)
-        past_the_end = self.k_len // tiles.kv + 1
-        return TileBlocks(whole.end - 1 + empty * (past_the_end - whole.end + 1), count + empty)
+        hidden = self.k_len // tiles.kv + 1 if self.spec.k_layout.kind is SequenceKind.DENSE else 0
+        return TileBlocks(whole.end - 1 + empty * (hidden - whole.end + 1), count + empty)
 
     def of_consumer(self, consumer: Any) -> KeyBlocks:
         """One consumer's way through its tile's blocks."""

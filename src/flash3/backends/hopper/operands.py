@@ -7,6 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
+from .extents import SequenceArrays
+
 
 class Numbers(NamedTuple):
     """Run-time numbers of a call, in the order in which the host passes them."""
@@ -23,16 +25,23 @@ class Numbers(NamedTuple):
     multiprocessors: Int32
 
 
+class Arrays(NamedTuple):
+    """One side's arrays in host order: extents.SequenceArrays. None where the layout has none."""
+
+    starts: cute.Tensor | None
+    lengths: cute.Tensor | None
+    leftpad: cute.Tensor | None
+    batch_index: cute.Tensor | None
+
+
 @dataclass
 class Sizes:
     """Of a launch."""
 
-    q_len: Int32  # dense lengths
+    q_len: Int32  # of a dense sequence
     k_len: Int32
     heads: Int32  # query heads
     batch: Int32
-    num_q_blocks: Int32  # of a sequence (dense)
-    num_tiles: Int32
     head_group: Int32
 
 
@@ -48,15 +57,17 @@ class MaskNumbers:
 
 @dataclass
 class Operands:
-    """The one argument of the kernel. Tensors are (rows, columns, heads, batch), whatever their strides."""
+    """The one argument of the kernel. TMA tensors are extents.rows_view's."""
 
     q: cpasync.TmaInfo
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo
     o: cpasync.TmaInfo
-    lse: object  # float32 tensor (batch, heads, q_len), None where not asked for
+    lse: object  # float32 tensor (batch, heads, q_len), packed (heads, rows); None where not asked for
     sink: object  # float32 tensor (heads,) or None
-    counter: cute.Tensor  # int32, 0 at launch and again at its end (dynamic schedule)
+    counter: cute.Tensor  # int32, 0 at launch and again at its end
+    q_arrays: SequenceArrays
+    k_arrays: SequenceArrays
     sizes: Sizes
     mask: MaskNumbers
     scale_log2: Float32

@@ -8,8 +8,9 @@ from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from .budget import WORK_STAGES
+from .extents import Extent, tile_of
 from .roles import WARPGROUP_THREADS
-from .tiles import Tiles
+from .tiles import SequenceLayout, Tiles
 
 
 def _threads(n: int):
@@ -49,25 +50,20 @@ class StagedLoad:
     """Producer end of a tile of rows: TMA into the next free stage."""
 
     atom: cute.CopyAtom
-    source: cute.Tensor  # (tile, block, head, batch)
-    target: cute.Tensor  # (tile, stage)
+    tensor: cute.Tensor  # extents.rows_view
+    buffer: cute.Tensor  # (rows, columns, stage)
     producer: pipeline.PipelineProducer
-
-    @staticmethod
-    def create(tma, sX, tile, producer):
-        blocks = cute.local_tile(tma.tma_tensor, tile, (None, 0, None, None))
-        target, source = cpasync.tma_partition(tma.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(blocks, 0, 2))
-        return StagedLoad(tma.atom, source, target, producer)
+    tile: cutlass.Constexpr[tuple]
+    layout: cutlass.Constexpr[SequenceLayout]
 
     @cute.jit
-    def load(self, block: Int32, head: Int32, batch: Int32):
+    def load(self, block: Int32, head: Int32, extent: Extent):
         slot = self.producer.acquire_and_advance()
-        cute.copy(
-            self.atom,
-            self.source[None, block, head, batch],
-            self.target[None, slot.index],
-            tma_bar_ptr=slot.barrier,
+        rows = tile_of(self.tensor, self.tile, block, 0, head, extent, self.layout)
+        target, source = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(self.buffer, 0, 2), cute.group_modes(rows, 0, 2)
         )
+        cute.copy(self.atom, source, target[None, slot.index], tma_bar_ptr=slot.barrier)
 
 
 @dataclass

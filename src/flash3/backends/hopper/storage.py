@@ -72,8 +72,3 @@ def tma_load(mX, layout, tile):
 
 def tma_store(mX, layout, tile):
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, cute.select(layout, mode=[0, 1]), tile)
-
-
-def rows_first(m):
-    """(batch, rows, heads, columns) → (rows, columns, heads, batch), the same memory."""
-    return cute.make_tensor(m.iterator, cute.select(m.layout, mode=[1, 3, 2, 0]))

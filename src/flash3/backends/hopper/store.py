@@ -8,9 +8,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
+from ...sequences import SequenceKind
 from . import storage
 from .barriers import sync_output
-from .fragments import LANES_PER_ROW, ROW_STEP, convert, scale_rows
+from .extents import Extent, tile_of
+from .fragments import LANES_PER_ROW, ROW_STEP, convert, scale_rows, scale_rows_or_clear
 from .operands import Operands
 from .schedule import WorkTile
 from .tiles import ROWS_PER_CONSUMER, ForwardSpec, Tiles
@@ -29,16 +31,15 @@ def copy_to_smem(spec: ForwardSpec, tiles: Tiles):
 @dataclass
 class OutputStore:
     atom: cute.CopyAtom
-    source: cute.Tensor  # this consumer's rows in shared memory, as TMA sees them
-    target: cute.Tensor  # (tile, 64-row block, column block, head, batch)
+    tensor: cute.Tensor  # extents.rows_view of O
+    rows: cute.Tensor  # this consumer's rows in shared memory
     copy: cute.TiledCopy
-    to_smem: cute.Tensor  # this thread's part
+    to_smem: cute.Tensor  # this thread's part of them
     consumer: Int32
     first_warp: Boolean  # of its warpgroup: it talks to TMA
     lse: object
     first_row: Int32
     lane: Int32
-    q_len: Int32
     spec: cutlass.Constexpr[ForwardSpec]
     tiles: cutlass.Constexpr[Tiles]
 
@@ -46,48 +47,34 @@ class OutputStore:
     def create(ops: Operands, sO, thread, consumer, first_row, spec: ForwardSpec, tiles: Tiles):
         """`thread`: number among the consumers' threads."""
         copy = copy_to_smem(spec, tiles)
-        tile = (ROWS_PER_CONSUMER, tiles.o_columns)
-        mine = cute.local_tile(sO, tile, (consumer, 0, None))
-        blocks = cute.local_tile(ops.o.tma_tensor, tile, (None, None, None, None))
-        source, target = cpasync.tma_partition(
-            ops.o.atom, 0, cute.make_layout(1), cute.group_modes(mine, 0, 2), cute.group_modes(blocks, 0, 2)
-        )
+        rows = cute.local_tile(sO, (ROWS_PER_CONSUMER, tiles.o_columns), (consumer, 0, None))
         to_smem = copy.get_slice(thread).partition_D(sO)
         first_warp = Boolean(thread // 32 % 4 == 0)
         return OutputStore(
-            ops.o.atom,
-            source,
-            target,
-            copy,
-            to_smem,
-            consumer,
-            first_warp,
-            ops.lse,
-            first_row,
-            thread % 32,
-            ops.sizes.q_len,
-            spec,
-            tiles,
+            ops.o.atom, ops.o.tma_tensor, rows, copy, to_smem, consumer, first_warp, ops.lse, first_row, thread % 32, spec, tiles
         )
 
     @cute.jit
-    def write_output(self, O: cute.Tensor, inverse: cute.Tensor, tile: WorkTile):
-        scale_rows(O, inverse)
+    def write_output(self, O: cute.Tensor, inverse: cute.Tensor, tile: WorkTile, extent: Extent):
+        if const_expr(self.spec.k_layout.kind is SequenceKind.DENSE):
+            scale_rows(O, inverse)
+        else:  # a row without keys may hold NaN: its P is 0, but whose V was that?
+            scale_rows_or_clear(O, inverse)
         element = storage.ELEMENTS[self.spec.out_dtype]
         if const_expr(element is Float32):
-            self.write_parts(O, tile)
+            self.write_parts(O, tile, extent)
         else:
             rO = cute.make_rmem_tensor_like(O, element)
             convert(O, rO)
-            self.write_parts(rO, tile)
+            self.write_parts(rO, tile, extent)
 
     @cute.jit
-    def write_parts(self, rO: cute.Tensor, tile: WorkTile):
+    def write_parts(self, rO: cute.Tensor, tile: WorkTile, extent: Extent):
         for part in cutlass.range_constexpr(self.spec.v_width // self.tiles.o_columns):
-            self.write_part(rO, tile, part)
+            self.write_part(rO, tile, extent, part)
 
     @cute.jit
-    def write_part(self, rO: cute.Tensor, tile: WorkTile, part: cutlass.Constexpr[int]):
+    def write_part(self, rO: cute.Tensor, tile: WorkTile, extent: Extent, part: cutlass.Constexpr[int]):
         eighths = self.tiles.o_columns // 8
         columns = cute.make_tensor(rO.iterator + 4 * eighths * part, cute.make_layout(((2, 2, eighths), 1, 1)))
         if self.first_warp:  # the buffer may still be on its way out
@@ -97,14 +84,26 @@ class OutputStore:
         cute.arch.fence_view_async_shared()
         sync_output(self.consumer)
         if self.first_warp:
-            block = tile.q_block * self.tiles.consumers + self.consumer
-            cute.copy(self.atom, self.source[None, 0], self.target[None, block, part, tile.head, tile.batch])
-            cute.arch.cp_async_bulk_commit_group()
+            self.send_part(tile, extent, part)
 
     @cute.jit
-    def write_lse(self, lse: cute.Tensor, tile: WorkTile):
+    def send_part(self, tile: WorkTile, extent: Extent, part: cutlass.Constexpr[int]):
+        block = tile.q_block * self.tiles.consumers + self.consumer
+        shape = (ROWS_PER_CONSUMER, self.tiles.o_columns)
+        rows = tile_of(self.tensor, shape, block, part, tile.head, extent, self.spec.q_layout)
+        source, target = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(self.rows, 0, 2), cute.group_modes(rows, 0, 2)
+        )
+        cute.copy(self.atom, source[None, 0], target)
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def write_lse(self, lse: cute.Tensor, tile: WorkTile, extent: Extent):
         if self.lane % LANES_PER_ROW == 0:
             for r in cutlass.range_constexpr(cute.size(lse)):
                 row = tile.q_block * self.tiles.q + self.first_row + ROW_STEP * r
-                if row < self.q_len:
-                    self.lse[tile.batch, tile.head, row] = lse[r]
+                if row < extent.length:
+                    if const_expr(self.spec.q_layout.kind is SequenceKind.PACKED):
+                        self.lse[tile.head, extent.start + row] = lse[r]
+                    else:
+                        self.lse[tile.batch, tile.head, extent.start + row] = lse[r]

@@ -19,6 +19,10 @@ WIDTHS = (32, 64, 96, 128, 192, 256)
 """Tile widths of head_dim and value_dim. Narrower tensors are filled up with zeros by TMA."""
 
 
+SEQUENCE_LIMIT = 1 << 24
+"""Rows of the longest packed or padded sequence: extents.py says why there is a limit."""
+
+
 class ScaleSign(enum.Enum):
     """Sign of the softmax scale. The row maximum is taken before scaling, so the code must know it."""
 

@@ -6,6 +6,7 @@ turns it into the Request that the rest of the library speaks. Lengths are SymIn
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -119,12 +120,20 @@ def _outputs(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor | N
     return out, lse
 
 
+def _undisturbed(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Autocast stops here: a backend computes in the types that the request names."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def _run(arguments: Arguments, lse: bool) -> tuple[Tensor, Tensor | None]:
     request = arguments.request(lse=lse)
     problem = _checked(request)
     plan = dispatch.choose(problem, arguments.backend)
     out, lse_out = _outputs(problem, request.q.device)
-    plan.run(request, out, lse_out)
+    with _undisturbed(request.q.device):
+        plan.run(request, out, lse_out)
     return out, lse_out
 
 
@@ -147,7 +156,8 @@ def _attention_backward(
     dq, dk, dv, d_sink = _gradients_like(arguments, needs)
     wanted = [g if need else None for g, need in zip((dq, dk, dv, d_sink), needs, strict=True)]
     gradients = Gradients(d_out=_rows(d_out), d_lse=d_lse, dq=wanted[0], dk=wanted[1], dv=wanted[2], d_sink=wanted[3])
-    plan.run(request, Saved(out=out, lse=lse), gradients)
+    with _undisturbed(request.q.device):
+        plan.run(request, Saved(out=out, lse=lse), gradients)
     return dq, dk, dv, d_sink
 
 

@@ -1,0 +1,5 @@
+"""`python -m flash3`."""
+
+from .cli import main
+
+main()

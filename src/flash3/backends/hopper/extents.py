@@ -1,0 +1,95 @@
+"""Where the rows of a sequence lie, and TMA tensors that end where a sequence ends.
+
+Sequences of a batch follow each other in memory (packed) or fill part of a row (padded), so the end of a tensor is not the end of a
+sequence. TMA checks bounds per dimension; so a ragged tensor gets a row dimension of `SEQUENCE_LIMIT` and a second one, `end`, with the
+same stride, and its pointer moves back by SEQUENCE_LIMIT rows. Row r of a sequence is (SEQUENCE_LIMIT − length + r, end = start + length):
+
+    address = pointer − LIMIT·stride + (LIMIT − length + r)·stride + (start + length)·stride = pointer + (start + r)·stride
+
+and r ≥ length is out of bounds: loads give zeros there and stores leave alone what belongs to others, at no cost in the kernel.
+
+One thing TMA does not forgive: a load of which not a single row is in bounds reads at the pointer itself, where nothing is mapped. So a
+sequence without keys loads one row of its neighbours (`loadable`); the mask hides it, and O is set to 0, not multiplied by it.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...sequences import SequenceKind
+from .tiles import SEQUENCE_LIMIT, SequenceLayout
+
+MOST_ROWS = (1 << 31) - 1
+
+
+@dataclass
+class SequenceArrays:
+    """One side's arrays on the device; those that its SequenceLayout lacks are None."""
+
+    starts: object  # packed: cu_seqlens (batch + 1,)
+    lengths: object  # packed: used lengths; padded: lengths, leftpad included
+    leftpad: object
+    batch_index: object
+
+
+def sequence_arrays(arrays) -> SequenceArrays:
+    """From what the host passes: operands.Arrays, or None for a dense side."""
+    return SequenceArrays(None, None, None, None) if arrays is None else SequenceArrays(*arrays)
+
+
+@dataclass
+class Extent:
+    """Rows start … start + length − 1 of `row`."""
+
+    row: Int32
+    start: Int32
+    length: Int32
+
+
+def extent_of(arrays: SequenceArrays, layout: SequenceLayout, batch: Int32, dense_length: Int32) -> Extent:
+    """Of one sequence of the batch. Reads the arrays."""
+    zero = Int32(0)
+    if layout.kind is SequenceKind.DENSE:
+        return Extent(batch, zero, dense_length)
+    if layout.kind is SequenceKind.PACKED:
+        start = arrays.starts[batch]
+        return Extent(zero, start, arrays.lengths[batch] if layout.used else arrays.starts[batch + 1] - start)
+    start = arrays.leftpad[batch] if layout.leftpad else zero
+    row = arrays.batch_index[batch] if layout.batch_index else batch
+    return Extent(row, start, cutlass.max(arrays.lengths[batch] - start, zero))
+
+
+def loadable(extent: Extent) -> Extent:
+    """The extent, or for an empty sequence one row that is surely there."""
+    some = cutlass.min(extent.length, Int32(1))
+    return Extent(extent.row, extent.start * some, cutlass.max(extent.length, Int32(1)))
+
+
+def rows_view(m, layout: SequenceLayout):
+    """A tensor as TMA is told of it: (rows, columns, heads, batch), packed (rows, columns, heads, end), padded (…, batch, end)."""
+    if layout.kind is SequenceKind.DENSE:
+        return cute.make_tensor(m.iterator, cute.select(m.layout, mode=[1, 3, 2, 0]))
+    if layout.kind is SequenceKind.PACKED:
+        _, heads, columns = m.shape
+        row, head, column = m.stride
+        view = cute.make_layout((SEQUENCE_LIMIT, columns, heads, MOST_ROWS), stride=(row, column, head, row))
+        back = (-SEQUENCE_LIMIT, 0, 0, 0)
+    else:
+        batch, _, heads, columns = m.shape
+        first, row, head, column = m.stride
+        view = cute.make_layout((SEQUENCE_LIMIT, columns, heads, batch, MOST_ROWS), stride=(row, column, head, first, row))
+        back = (-SEQUENCE_LIMIT, 0, 0, 0, 0)
+    return cute.domain_offset(back, cute.make_tensor(m.iterator, view))
+
+
+def tile_of(tensor, tile, block, column, head, extent: Extent, layout: SequenceLayout):
+    """A tile of a TMA tensor: rows from block·tile of the sequence, columns from column·tile."""
+    if layout.kind is SequenceKind.DENSE:
+        return cute.local_tile(tensor, tile, (block, column, head, extent.row))
+    end = extent.start + extent.length
+    offset = SEQUENCE_LIMIT - extent.length
+    if layout.kind is SequenceKind.PACKED:
+        return cute.local_tile(cute.domain_offset((offset, 0, 0, 0), tensor), tile, (block, column, head, end))
+    return cute.local_tile(cute.domain_offset((offset, 0, 0, 0, 0), tensor), tile, (block, column, head, extent.row, end))

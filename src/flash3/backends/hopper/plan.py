@@ -1,0 +1,194 @@
+"""The Hopper backend: what it supports, which tiles it takes, and how a call becomes one launch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...plan import Plan
+from ...problem import DType, Problem, Request, ScaleKind, Task, TensorInfo
+from ...sequences import Dense, Packed, Padded, SequenceKind, Sequences
+from ..base import Refusal, Support
+from . import budget, heuristics, launch
+from .tiles import SEQUENCE_LIMIT, ForwardSpec, SequenceLayout, Tiles
+
+CAPABILITY = (9, 0)
+MOST_WORK_TILES = 1 << 31
+TMA_ALIGNMENT_BYTES = 16
+Kernel = Callable[..., None]
+
+
+def compiled(spec: ForwardSpec, tiles: Tiles) -> Kernel:
+    """The kernel from the cache, compiled where it is not there yet. The compiler is imported when first needed."""
+    from .compile import kernel
+
+    return kernel(spec, tiles)
+
+
+class HopperBackend:
+    """CuTe DSL kernels for sm_90a.
+
+    Args:
+        kernels: what turns (ForwardSpec, Tiles) into a function; tests and benchmarks bring their own.
+    """
+
+    name = "hopper"
+
+    def __init__(self, kernels: Callable[[ForwardSpec, Tiles], Kernel] = compiled) -> None:
+        self._kernels = kernels
+
+    def support(self, problem: Problem) -> Support | Refusal:
+        """Forward in fp16 and bf16, dense, packed or padded, on a Hopper GPU."""
+        spec, device = problem.spec, problem.device
+        if device.type != "cuda" or device.capability != CAPABILITY:
+            return Refusal(f"it needs a Hopper GPU (compute capability 9.0), these tensors are on {device}")
+        for reason in _unsupported(problem):
+            return Refusal(reason)
+        if importlib.util.find_spec("cutlass") is None:
+            return Refusal("the package nvidia-cutlass-dsl is not installed (pip install 'flash3[hopper]')")
+        copied = [name for name, t in (("q", problem.q), ("k", problem.k), ("v", problem.v)) if not _aligned(t)]
+        return Support(f"copies {', '.join(copied)}: rows must start at multiples of 16 bytes" if copied else f"{spec.dtype.value} kernels")
+
+    def plan(self, problem: Problem, tiles: Tiles | None = None) -> Plan:
+        """One launch.
+
+        Raises:
+            ValueError: `tiles` do not fit; the message says why.
+        """
+        base = launch.forward_spec(problem.spec, problem.sizes.scale, SequenceLayout(), SequenceLayout())
+        chosen = tiles or heuristics.choose(base, problem.sizes.k_len)
+        wrong = budget.problems(base, chosen)
+        if wrong:
+            raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
+        return Plan(backend=self.name, problem=problem, run=Forward(problem, chosen, self._kernels), tiles=chosen)
+
+
+def _unsupported(problem: Problem) -> list[str]:
+    spec, sizes = problem.spec, problem.sizes
+    found = []
+    if spec.task is not Task.FORWARD:
+        found.append("it has no backward yet")
+    if spec.dtype not in (DType.BF16, DType.FP16):
+        found.append(f"its inputs must be bfloat16 or float16, got {spec.dtype.value}")
+    if spec.out_dtype not in (DType.BF16, DType.FP16, DType.FP32):
+        found.append(f"its output must be bfloat16, float16 or float32, got {spec.out_dtype.value}")
+    if spec.qv or spec.scales is not ScaleKind.NONE:
+        found.append("it has no qv and no scales for FP8")
+    if SequenceKind.PAGED in (spec.q_sequences, spec.k_sequences):
+        found.append("it reads no pages yet")
+    for name, kind, length in (("query", spec.q_sequences, sizes.q_len), ("key", spec.k_sequences, sizes.k_len)):
+        if kind is not SequenceKind.DENSE and length > SEQUENCE_LIMIT:
+            found.append(f"packed and padded {name} sequences must not be longer than {SEQUENCE_LIMIT}, got room for {length}")
+    if (sizes.total_q // 64 + sizes.batch) * sizes.heads_q >= MOST_WORK_TILES:
+        found.append(f"{sizes.total_q} query rows in all with {sizes.heads_q} heads are too many tiles for 32 bits")
+    return found
+
+
+def _aligned(t: TensorInfo) -> bool:
+    """Rows that TMA can read where they lie. The stride of a dimension of size 1 is never used."""
+    step = TMA_ALIGNMENT_BYTES // (t.dtype.bytes if isinstance(t.dtype, DType) else 1)
+    return t.aligned and all(n <= 1 or s % step == 0 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))
+
+
+@dataclass
+class Forward:
+    """A plan's `run(request, out, lse)`: fills out and lse on the current stream."""
+
+    problem: Problem
+    tiles: Tiles
+    kernels: Callable[[ForwardSpec, Tiles], Kernel]
+    ready: dict[tuple[SequenceLayout, SequenceLayout], tuple[Kernel, tuple[float | int, ...]]] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def __call__(self, request: Request, out: Tensor, lse: Tensor | None) -> None:
+        layouts = _layout(request.q_sequences), _layout(request.k_sequences)
+        if _leaves_rows(layouts[0]):
+            _fill_empty(request, out, lse, sink=None)
+        if out.numel() == 0:
+            return
+        if request.k.numel() == 0:
+            _fill_empty(request, out, lse, sink=request.sink)
+            return
+        if layouts not in self.ready:
+            self.ready[layouts] = self._prepare(*layouts)
+        kernel, numbers = self.ready[layouts]
+        q, k, v = _tma_ready(request.q), _tma_ready(request.k), _tma_ready(request.v)
+        arrays = _arrays(request.q_sequences), _arrays(request.k_sequences)
+        with torch.cuda.device(out.device):
+            kernel(q, k, v, out, lse, request.sink, counter(out.device), *arrays, numbers)
+
+    def _prepare(self, q_layout: SequenceLayout, k_layout: SequenceLayout) -> tuple[Kernel, tuple[float | int, ...]]:
+        p = self.problem
+        spec = launch.forward_spec(p.spec, p.sizes.scale, q_layout, k_layout)
+        return self.kernels(spec, self.tiles), launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors)
+
+
+def _layout(sequences: Sequences) -> SequenceLayout:
+    match sequences:
+        case Packed():
+            return SequenceLayout(kind=sequences.kind, used=sequences.used is not None)
+        case Padded():
+            pads, index = sequences.leftpad is not None, sequences.batch_index is not None
+            return SequenceLayout(kind=sequences.kind, leftpad=pads, batch_index=index)
+        case Dense():
+            return SequenceLayout()
+    raise NotImplementedError(f"no kernel reads {type(sequences).__name__} sequences")
+
+
+def _arrays(sequences: Sequences) -> tuple[Tensor | None, ...] | None:
+    """operands.Arrays."""
+    match sequences:
+        case Packed():
+            return sequences.cu_seqlens, sequences.used, None, None
+        case Padded():
+            return None, sequences.lengths, sequences.leftpad, sequences.batch_index
+    return None
+
+
+def _leaves_rows(layout: SequenceLayout) -> bool:
+    """Whether storage may hold rows of no sequence, which no tile writes. (Packed storage may be longer than its last sequence.)"""
+    return layout.kind is not SequenceKind.DENSE
+
+
+def _fill_empty(request: Request, out: Tensor, lse: Tensor | None, sink: Tensor | None) -> None:
+    """What rows without keys hold."""
+    out.zero_()
+    if lse is None:
+        return
+    if sink is None:
+        lse.fill_(-torch.inf)
+    else:
+        lse.copy_(sink.view(-1, 1).expand(lse.shape[-2:]))
+
+
+def _tma_ready(t: Tensor) -> Tensor:
+    """As TMA can read it: a copy only where rows do not start at multiples of 16 bytes."""
+    t = t.detach() if t.requires_grad else t
+    step = TMA_ALIGNMENT_BYTES // t.element_size()
+    if t.data_ptr() % TMA_ALIGNMENT_BYTES or any(s % step and n > 1 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)):
+        return t.clone(memory_format=torch.contiguous_format)
+    if all(s % step == 0 for s in t.stride()[:-1]) and t.stride(-1) == 1:
+        return t
+    # Dimensions of size 1 may carry any stride; the kernel wants one that TMA could use.
+    strides = [s if n > 1 else step * max(1, t.shape[-1]) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+    return t.as_strided(t.shape, (*strides, 1))
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counter(device: torch.device) -> Tensor:
+    """The work counter: 0 at every launch, and left at 0. One per stream, since launches of two streams may overlap; inside a graph
+    capture a new one, since graphs may be replayed on any stream."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device)
+    key = (stream.device_index, stream.cuda_stream)
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return found

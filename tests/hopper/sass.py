@@ -1,0 +1,65 @@
+"""What a compiled kernel is made of: registers, spills, instructions and inner loops, read without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+MATMUL = "HGMMA"
+
+
+@dataclass(frozen=True)
+class Facts:
+    registers: int  # of a thread at entry
+    stack_bytes: int
+    highest_register: int
+    counts: dict[str, int]
+    loops: tuple[int, ...]  # instructions of each innermost loop with matmuls, in program order
+
+
+def _tool(name: str) -> str:
+    import nvidia.cu13
+
+    return str(Path(next(iter(nvidia.cu13.__path__))) / "bin" / name)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def facts(cubin: Path) -> Facts:
+    usage = _run(_tool("cuobjdump"), "-res-usage", str(cubin))
+    text = _run(_tool("nvdisasm"), "-c", str(cubin))
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    instructions, labels = parse(text)
+    words = ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG", "STL", "LDL", "MUFU.EX2")
+    counts = {word: sum(word in line for line in instructions) for word in words}
+    highest = max(int(n) for n in re.findall(r"\bR(\d+)\b", text))
+    return Facts(int(registers), int(stack), highest, counts, tuple(inner_loops(instructions, labels)))
+
+
+def parse(text: str) -> tuple[list[str], dict[str, int]]:
+    """Instructions, and which of them each label stands before."""
+    instructions, labels = [], {}
+    for line in text.splitlines():
+        if found := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[found[1]] = len(instructions)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(found[1])
+    return instructions, labels
+
+
+def inner_loops(instructions: list[str], labels: dict[str, int]) -> list[int]:
+    """Lengths of the loops that hold matmuls and no other such loop. Waits on barriers retry from out of line and jump back into a
+    loop's middle: those jumps are no loops."""
+    spans = []
+    for at, instruction in enumerate(instructions):
+        jump = re.search(r"\bBRA\b.*?(\.L_x_\d+)", instruction)
+        if jump and labels.get(jump[1], at + 1) <= at:
+            begin = labels[jump[1]]
+            if any(MATMUL in line for line in instructions[begin : at + 1]):
+                spans.append((begin, at))
+    inner = [s for s in spans if not any(o != s and s[0] <= o[1] < s[1] for o in spans)]
+    return [end - begin + 1 for begin, end in inner]

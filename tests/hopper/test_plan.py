@@ -1,0 +1,135 @@
+"""What the Hopper backend takes and refuses, and what it hands to a kernel: on descriptions and on CPU tensors, without a GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flash3.backends.base import Refusal, Support
+from flash3.backends.hopper import launch
+from flash3.backends.hopper.plan import HopperBackend
+from flash3.backends.hopper.tiles import ForwardSpec, ScaleSign, SequenceLayout, Tiles
+from flash3.mask import UNBOUNDED, Mask, MaskKind
+from flash3.problem import Device, DType, Problem, Request, Task, TensorInfo
+from flash3.sequences import Packed, Padded, Paged
+
+H200 = Device("cuda", 0, (9, 0), 132, "NVIDIA H200")
+
+
+def info(
+    *shape: int, dtype: DType = DType.BF16, strides: tuple[int, ...] | None = None, device: Device = H200, aligned: bool = True
+) -> TensorInfo:
+    compact = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return TensorInfo(dtype, shape, strides or compact, device, aligned)
+
+
+def request(dtype: DType = DType.BF16, device: Device = H200, d: int = 128, dv: int = 128, **options: Any) -> Request:
+    q = info(2, 300, 8, d, dtype=dtype, device=device)
+    k, v = (info(2, 400, 2, n, dtype=dtype, device=device) for n in (d, dv))
+    return Request(**{"q": q, "k": k, "v": v, "lse": True, **options})
+
+
+def answer(r: Request) -> Support | Refusal:
+    return HopperBackend().support(Problem.of(r))
+
+
+def int32(*shape: int) -> TensorInfo:
+    return info(*shape, dtype=DType.INT32)
+
+
+@pytest.mark.parametrize(
+    "r",
+    [
+        request(),
+        request(DType.FP16, mask=Mask(causal=True, left=100), softcap=3.0, scale=-1.0),
+        request(d=8, dv=256, out_dtype=DType.FP32),
+        request(sink=info(8, dtype=DType.FP32)),
+        request(q=info(700, 8, 128), q_sequences=Packed(cu_seqlens=int32(3)), k_sequences=Padded(lengths=int32(2), leftpad=int32(2))),
+    ],
+)
+def test_supported(r: Request) -> None:
+    pytest.importorskip("cutlass")
+    assert isinstance(answer(r), Support)
+
+
+@pytest.mark.parametrize(
+    ("r", "word"),
+    [
+        (request(device=Device("cpu")), "Hopper"),
+        (request(device=Device("cuda", 0, (8, 0), 108, "NVIDIA A100")), "A100"),
+        (request(DType.FP32), "float32"),
+        (request(DType.E4M3), "float8_e4m3fn"),
+        (request(task=Task.BACKWARD), "backward"),
+        (request(qv=info(2, 300, 8, 128)), "qv"),
+        (
+            request(k=info(9, 16, 2, 128), v=info(9, 16, 2, 128), k_sequences=Paged(page_table=int32(2, 4), lengths=int32(2))),
+            "pages",
+        ),
+    ],
+)
+def test_refused(r: Request, word: str) -> None:
+    found = answer(r)
+    assert isinstance(found, Refusal)
+    assert word in found.reason
+
+
+def test_copies_are_announced() -> None:
+    pytest.importorskip("cutlass")
+    r = request(q=info(2, 300, 8, 128, strides=(300 * 8 * 129, 8 * 129, 129, 1)))
+    assert "copies q" in answer(r).note  # type: ignore[union-attr]
+    assert "copies" not in answer(request(q=info(2, 300, 8, 128, strides=(0, 1024, 128, 1)))).note  # type: ignore[union-attr]
+
+
+def test_tiles_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="shared memory"):
+        HopperBackend().plan(Problem.of(request()), Tiles(q=128, kv=128, stages=3, o_columns=128))
+
+
+@pytest.mark.parametrize(
+    ("scale", "sign", "scale_log2"),
+    [
+        (0.5, ScaleSign.POSITIVE, 0.5),
+        (-2.0, ScaleSign.NEGATIVE, 2.0),
+        (0.0, ScaleSign.ZERO, 1 / math.log2(math.e)),
+        (1e-40, ScaleSign.ZERO, None),
+    ],
+)
+def test_scale(scale: float, sign: ScaleSign, scale_log2: float | None) -> None:
+    p = Problem.of(request(scale=scale))
+    spec = launch.forward_spec(p.spec, p.sizes.scale, SequenceLayout(), SequenceLayout())
+    assert spec.scale_sign is sign
+    if scale_log2 is not None:
+        tiles = HopperBackend().plan(p).tiles
+        assert launch.numbers(spec, tiles, p.sizes, p.mask, 132)[0] == pytest.approx(scale_log2 * math.log2(math.e))
+
+
+def test_a_softcap_takes_the_sign_of_the_scale_in() -> None:
+    p = Problem.of(request(scale=-0.5, softcap=10.0))
+    spec = launch.forward_spec(p.spec, p.sizes.scale, SequenceLayout(), SequenceLayout())
+    assert spec.scale_sign is ScaleSign.POSITIVE
+    scale_log2, tanh_scale, *_ = launch.numbers(spec, HopperBackend().plan(p).tiles, p.sizes, p.mask, 132)
+    assert scale_log2 == pytest.approx(10 * math.log2(math.e))
+    assert tanh_scale == pytest.approx(2 * math.log2(math.e) * -0.05)
+
+
+def test_numbers_of_a_mask() -> None:
+    mask = Mask(left=5, k_offset=3)
+    p = Problem.of(request(mask=mask))
+    spec = launch.forward_spec(p.spec, p.sizes.scale, SequenceLayout(), SequenceLayout())
+    numbers = launch.numbers(spec, HopperBackend().plan(p).tiles, p.sizes, mask, 132)
+    assert numbers[2:8] == (5, UNBOUNDED, UNBOUNDED, 0, 3, 1)  # left, right, chunk, q_offset, k_offset, bottom_right
+    numbers = launch.numbers(spec, HopperBackend().plan(p).tiles, p.sizes, replace(mask, q_offset=7), 132)
+    assert numbers[5:8] == (7, 3, 0)
+
+
+def test_head_dims_of_one_width_share_a_kernel() -> None:
+    specs = set()
+    for d in (72, 80, 96):
+        p = Problem.of(request(d=d, dv=d, mask=Mask(causal=True)))
+        specs.add(launch.forward_spec(p.spec, p.sizes.scale, SequenceLayout(), SequenceLayout()))
+    (spec,) = specs
+    assert isinstance(spec, ForwardSpec)
+    assert (spec.qk_width, spec.mask_kind, spec.heads_per_kv) == (96, MaskKind.CAUSAL, 4)
