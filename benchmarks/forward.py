@@ -220,7 +220,12 @@ def main() -> None:
     peers = {n: peer for n, peer in peers.items() if n in a.peers.split(",")}
     print("\n".join(f"! {line}" for line in missing))
     device = torch.cuda.get_device_properties(0)
-    result: dict[str, Any] = {"sources": unpacked()["sources"], "device": device.name, "torch": torch.__version__, "settings": vars(a) | {"json": str(a.json)}}
+    result: dict[str, Any] = {
+        "sources": unpacked()["sources"],
+        "device": device.name,
+        "torch": torch.__version__,
+        "settings": vars(a) | {"json": str(a.json)},
+    }
     if a.ablation:
         result["ablation"] = ablation(a)
         for row in result["ablation"]:

@@ -19,7 +19,7 @@ barriers    0 the block, once · 1+i it is consumer i's turn (ping-pong) · 8+i 
 
 timeline    producer   Q K₀ V₀ K₁ V₁ …                       as far ahead as the rings allow, into the next tile
             consumer   QK₀ │ softmax₀ │ QK₁ PV₀ │ softmax₁ under PV₀ │ … │ PV_last │ O/l → shared memory → TMA
-            (PTX has this order; ptxas waits for P·V after the row maximum and does the exponentials later. Forcing it is slower.)
+            (PTX has this order; ptxas puts the wait for P·V where it likes, unless tiles.hold says after how many exponentials.)
 
 limits      16-bit inputs; rows of 16 bytes; head dims to 256; fewer than 2³¹ work tiles
 """
@@ -63,7 +63,7 @@ class Consumer:
     P: cute.Tensor
     qk: cute.TiledMma
     pv: cute.TiledMma
-    left_keys: object  # operand and matmul of the left half of a block, where tiles.half_first
+    left_keys: object  # operand and matmul of a block's left half, None unless tiles.half_first
     left_qk: object
     tiles: cutlass.Constexpr[Tiles]
 
@@ -73,7 +73,9 @@ class Consumer:
         S = cute.make_rmem_tensor(self.tiles.kv // 2, Float32)
         k = self.keys.wait()
         for part in cutlass.range_constexpr(self.tiles.parts):
-            issue(self.qk, self.part_of(S, part), self.queries.fragment, self.keys.operand[part][None, None, None, k.index], accumulate=False)
+            issue(
+                self.qk, self.part_of(S, part), self.queries.fragment, self.keys.operand[part][None, None, None, k.index], accumulate=False
+            )
         return S, k
 
     def part_of(self, S: cute.Tensor, part: int):

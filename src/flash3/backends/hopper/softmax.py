@@ -166,7 +166,7 @@ class OnlineSoftmax:
         lse = cute.make_rmem_tensor_like(self.row_sum)
         for r in cutlass.range_constexpr(cute.size(self.row_sum)):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
-            top = self.shift[r]
+            top = cutlass.select_(total == Float32(0.0), -Float32.inf, self.shift[r])
             numerator = Float32(1.0)
             if const_expr(has_sink):
                 # both terms relative to the larger exponent, whichever that is
