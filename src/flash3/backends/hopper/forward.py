@@ -45,7 +45,7 @@ from .queries import make_queries
 from .schedule import Dispatcher, Follower, Position, WorkTile
 from .softmax import LOG2_E, OnlineSoftmax, ScoreMap, SteadySoftmax
 from .store import OutputStore
-from .tiles import ROWS_PER_CONSUMER, ForwardSpec, Maximum, Overlap, Rescale, Tiles, Turns
+from .tiles import ROWS_PER_CONSUMER, FirstBlock, ForwardSpec, Maximum, Overlap, Rescale, Tiles, Turns
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Consumer:
     P: cute.Tensor
     qk: cute.TiledMma
     pv: cute.TiledMma
-    left_keys: object  # operand and matmul of a block's left half, None unless tiles.half_first
+    left_keys: object  # operand and matmul of a block's left half, None unless FirstBlock.HALF
     left_qk: object
     tiles: cutlass.Constexpr[Tiles]
 
@@ -209,7 +209,7 @@ def attend(c: Consumer, blocks: KeyBlocks, parts: cutlass.Constexpr[bool]):
     if const_expr(parts):
         for _ in cutlass.range(blocks.passed_right, unroll=1):
             c.pass_over()
-    if const_expr(parts and c.tiles.half_first):
+    if const_expr(parts and c.tiles.first_block is FirstBlock.HALF):
         if blocks.first_half:
             c.first_half_block(blocks.first)
         else:
@@ -416,7 +416,7 @@ class Forward:
 
         keys = [operand(qk, sK, spec, tiles.kv // tiles.parts, part, thread) for part in range(tiles.parts)]
         left_qk = left_keys = None
-        if tiles.half_first:
+        if tiles.first_block is FirstBlock.HALF:
             left_qk = storage.scores_mma(spec, tiles, tiles.kv // 2)
             left_keys = operand(left_qk, sK, spec, tiles.kv // 2, 0, thread)
         kind = {Overlap.SOFTMAX_UNDER_PV: Consumer, Overlap.IN_ORDER: InOrderConsumer}[tiles.overlap]

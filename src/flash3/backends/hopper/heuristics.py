@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...mask import MaskKind
 from . import budget
-from .tiles import WIDTHS, ForwardSpec, Maximum, QuerySource, Rescale, Tiles, Turns
+from .tiles import WIDTHS, FirstBlock, ForwardSpec, Maximum, QuerySource, Rescale, Tiles, Turns
 
 L2_FOR_KV_BYTES = 32 << 20
 """Half of the L2: what K and V of the heads that run side by side may take."""
@@ -32,7 +32,7 @@ def choose(spec: ForwardSpec, k_len: int) -> Tiles:
     if spec.mask_kind is MaskKind.FULL:
         return replace(tiles, parts=2)
     if k_len <= 2048:
-        return replace(tiles, parts=2, half_first=True)
+        return replace(tiles, parts=2, first_block=FirstBlock.HALF)
     return replace(tiles, hold=37)
 
 

@@ -66,6 +66,13 @@ class Maximum(enum.Enum):
     STEADY = "steady"  # only once scores outgrow the one it has
 
 
+class FirstBlock(enum.Enum):
+    """How a consumer starts where the mask hides the right half of its first block."""
+
+    WHOLE = "whole"
+    HALF = "half"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SequenceLayout:
     """How the rows of one side lie, and which of the optional arrays come along."""
@@ -109,8 +116,8 @@ class Tiles:
     q, kv: rows of a query tile (64 per consumer warpgroup) and of a block of keys; stages: depth of the K and V rings;
     o_columns: columns of O in shared memory at a time; rescale_log2: O is rescaled only when a row's maximum grew by more than
     this power of two (0: at every growth); parts: pieces of a block's keys whose softmax starts when their scores are there;
-    hold: percent of a block's (last part's) exponentials that come before the wait for P·V (0: wherever ptxas likes); half_first:
-    a first block whose right half is hidden by the mask takes half the work.
+    hold: percent of a block's (last part's) exponentials that come before the wait for P·V (0: wherever ptxas likes); first_block:
+    whether one whose right half the mask hides takes half the work.
     """
 
     q: int
@@ -126,7 +133,7 @@ class Tiles:
     maximum: Maximum = Maximum.STEADY
     parts: int = 1
     hold: int = 0
-    half_first: bool = False
+    first_block: FirstBlock = FirstBlock.WHOLE
 
     @property
     def consumers(self) -> int:
