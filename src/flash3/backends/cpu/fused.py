@@ -4,7 +4,7 @@ The operator knows three masks: none, causal from the top left, and an additive 
 sees, and the additive mask covers what some of them do not: time goes with the visited area, and the mask is a tile wide, not a sequence.
 Not for its eyes, as torch 2.13 stands: no queries, keys or heads (it divides by their number); rows that see no key (their LSE comes out
 0, not −inf); `is_causal` with a scale <= 0 (it masks before it scales: NaN); a 16-bit forward, whose quick exponential puts the LSE off by
-5e-5: q, k and v go in as float32, which benchmarks/cpu.py shows to cost nothing on a CPU without 16-bit matrix units.
+5e-5: q, k and v go in as float32 copies (what that costs or gains depends on the CPU's 16-bit units: benchmarks/cpu.py).
 """
 
 from __future__ import annotations
@@ -145,13 +145,16 @@ def gradients(work: Work, saved: Saved, grads: Gradients) -> tuple[Tensor, Tenso
     q, k, v, d_out, out = widened(dtype, work.q, work.k, work.v, grads.d_out, saved.out, extra=0 if grads.d_lse is None else 8)
     if grads.d_lse is not None:
         d_out[..., -1], out[..., -1] = grads.d_lse, -1
-    dq, dk, dv = (torch.zeros(t.shape, dtype=dtype) for t in (q, k, v))
-    for piece in [whole] if whole else tiles(work, first, stop):
-        rows, keys = piece.rows, piece.keys
-        operands = d_out[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], saved.lse[:, :, rows]
-        parts = _BACKWARD(*operands, 0.0, piece.causal, attn_mask=piece.bias, scale=work.scale)
-        for total, at, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
-            total[:, :, at] += part
+    if whole and (whole.rows, whole.keys) == (slice(0, q.shape[2]), slice(0, k.shape[2])):
+        dq, dk, dv = _BACKWARD(d_out, q, k, v, out, saved.lse, 0.0, whole.causal, scale=work.scale)
+    else:
+        dq, dk, dv = (torch.zeros(t.shape, dtype=dtype) for t in (q, k, v))
+        for piece in [whole] if whole else tiles(work, first, stop):
+            rows, keys = piece.rows, piece.keys
+            operands = d_out[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], saved.lse[:, :, rows]
+            parts = _BACKWARD(*operands, 0.0, piece.causal, attn_mask=piece.bias, scale=work.scale)
+            for total, at, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+                total[:, :, at] += part
     widths = work.q.shape[-1], work.k.shape[-1], work.v.shape[-1]
     d_sink = None if work.sink is None else _sink_gradient(work.sink, saved, grads)
     return dq[..., : widths[0]], dk[..., : widths[1]], dv[..., : widths[2]], d_sink

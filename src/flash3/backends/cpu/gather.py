@@ -98,7 +98,10 @@ def _no_slots(x: Tensor, run: Run) -> Tensor:
 
 
 def add_keys(total: Tensor, layout: Sequences, run: Run, part: Tensor) -> None:
-    """Add a gradient (count, heads, length, dim) to the run's slots of `total`; sequences may share pages."""
+    """Add a gradient (count, heads, length, dim) to the run's slots of `total`; sequences may share pages, and rows of a cache."""
+    if isinstance(layout, Dense):
+        view(total, layout, run).copy_(part)  # every row is a sequence of its own
+        return
     if not isinstance(layout, Paged):
         view(total, layout, run).add_(part)
         return
