@@ -41,6 +41,8 @@ def _dense() -> None:
         narrow = _spec(64, mask)
         _add(f"64_{mask.value}_short", narrow, heuristics.choose(narrow, SHORT))
         _add(f"64_{mask.value}_middle", narrow, heuristics.choose(narrow, MIDDLE if mask is FULL else 2 * MIDDLE))
+    causal = _spec(128, CAUSAL)
+    _add("128_causal_short", causal, heuristics.choose(causal, SHORT))
 
 
 def _alternatives() -> None:
@@ -49,8 +51,6 @@ def _alternatives() -> None:
     _add("128_full_in_order", spec, replace(tiles, turns=Turns.PING_PONG, overlap=Overlap.IN_ORDER))
     _add("128_full_in_order_free", spec, replace(tiles, overlap=Overlap.IN_ORDER))
     _add("128_full_shared_q", spec, replace(tiles, query_source=QuerySource.SHARED))
-    narrow, middle = CONFIGURATIONS["64_causal_middle"]
-    _add("64_causal_kv64", narrow, replace(middle, kv=64))
 
 
 def _masks() -> None:

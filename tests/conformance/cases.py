@@ -9,6 +9,7 @@ import zlib
 from dataclasses import dataclass
 from functools import cached_property
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -187,9 +188,13 @@ def check_forward(case: Case, backend) -> None:
 
 
 def check_gradients(case: Case, backend) -> None:
-    """Run a case forward and backward and hold everything against the oracle."""
+    """Run a case forward and backward and hold everything against the oracle. A backend without the backward shows its forward."""
     call = Call(case, backend)
-    ours = call.run_with_gradients()
+    try:
+        ours = call.run_with_gradients()
+    except pytest.skip.Exception:
+        check_forward(case, backend)
+        raise
     exact, plain = call.by_oracle(reference.attention, reference.gradients), call.by_oracle(reference.plain, reference.plain_gradients)
     _compare_forward(ours, exact, plain)
     closed = call.by_oracle(reference.plain, closed_form) if call.dtype in (torch.float32, torch.float64) else None

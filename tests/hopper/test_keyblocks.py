@@ -61,6 +61,8 @@ def check_consumer(seen: np.ndarray, tile: TileBlocks, b: KeyBlocks, kv: int) ->
     for block in plain:
         assert seen[:, block * kv : (block + 1) * kv].all()
         assert (block + 1) * kv <= seen.shape[1]
+    right_half = seen[:, b.first * kv + kv // 2 :]
+    assert not (b.first_half and right_half.any())
     visible = {int(k) // kv for k in seen.any(axis=0).nonzero()[0]}
     assert visible <= set(masked) | set(plain)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import roles
-from .tiles import ROWS_PER_CONSUMER, WIDTHS, ForwardSpec, QuerySource, Tiles
+from .tiles import ROWS_PER_CONSUMER, WIDTHS, FirstBlock, ForwardSpec, QuerySource, Tiles
 
 SMEM_PER_BLOCK_BYTES = 227 * 1024
 SMEM_PER_SM_BYTES = 228 * 1024
@@ -58,6 +58,10 @@ def problems(spec: ForwardSpec, tiles: Tiles) -> list[str]:
         found.append(f"q must be a multiple of {ROWS_PER_CONSUMER}, got {tiles.q}")
     if tiles.kv % 16 or not 16 <= tiles.kv <= 256:
         found.append(f"kv must be a multiple of 16 from 16 to 256, got {tiles.kv}")
+    if tiles.parts < 1 or tiles.kv % (16 * tiles.parts):
+        found.append(f"parts must split {tiles.kv} keys into multiples of 16, got {tiles.parts}")
+    if tiles.first_block is FirstBlock.HALF and tiles.kv % 32:
+        found.append(f"half a first block needs kv a multiple of 32, got {tiles.kv}")
     if tiles.stages < 1:
         found.append(f"stages must be at least 1, got {tiles.stages}")
     if tiles.o_columns <= 0 or spec.v_width % tiles.o_columns or tiles.o_columns % 32:

@@ -19,7 +19,7 @@ barriers    0 the block, once · 1+i it is consumer i's turn (ping-pong) · 8+i 
 
 timeline    producer   Q K₀ V₀ K₁ V₁ …                       as far ahead as the rings allow, into the next tile
             consumer   QK₀ │ softmax₀ │ QK₁ PV₀ │ softmax₁ under PV₀ │ … │ PV_last │ O/l → shared memory → TMA
-            (PTX has this order; ptxas waits for P·V after the row maximum and does the exponentials later. Forcing it is slower.)
+            (PTX has this order; ptxas puts the wait for P·V where it likes, unless tiles.hold says after how many exponentials.)
 
 limits      16-bit inputs; rows of 16 bytes; head dims to 256; fewer than 2³¹ work tiles
 """
@@ -28,14 +28,14 @@ from dataclasses import dataclass, fields, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
 from . import budget, roles, storage
 from .barriers import NoTurn, Turn
 from .extents import Extent, loadable, rows_view, sequence_arrays
-from .fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_operand, convert
+from .fragments import LANES_PER_ROW, ROWS_PER_THREAD, accumulator, convert
 from .keyblocks import KeyBlocks, TileBlocks, Walk, consumers_part
 from .masking import FragmentMask, bounds_of
 from .matmul import issue, wait_matmuls
@@ -43,9 +43,9 @@ from .operands import Arrays, MaskNumbers, Numbers, Operands, Sizes
 from .pipes import StagedLoad, StagedRead, tma_pipe, work_pipe
 from .queries import make_queries
 from .schedule import Dispatcher, Follower, Position, WorkTile
-from .softmax import LOG2_E, OnlineSoftmax, ScoreMap
+from .softmax import LOG2_E, OnlineSoftmax, ScoreMap, SteadySoftmax
 from .store import OutputStore
-from .tiles import ROWS_PER_CONSUMER, ForwardSpec, Overlap, Rescale, Tiles, Turns
+from .tiles import ROWS_PER_CONSUMER, FirstBlock, ForwardSpec, Maximum, Overlap, Rescale, Tiles, Turns
 
 
 @dataclass
@@ -61,17 +61,37 @@ class Consumer:
     mask: FragmentMask
     O: cute.Tensor
     P: cute.Tensor
-    alpha: cute.Tensor  # carried to the next step when O is rescaled before P·V
     qk: cute.TiledMma
     pv: cute.TiledMma
+    left_keys: object  # operand and matmul of a block's left half, None unless FirstBlock.HALF
+    left_qk: object
     tiles: cutlass.Constexpr[Tiles]
 
     @cute.jit
     def issue_scores(self):
-        S = cute.make_rmem_tensor(self.qk.partition_shape_C((self.tiles.q, self.tiles.kv)), Float32)
+        """A group for each part of the keys."""
+        S = cute.make_rmem_tensor(self.tiles.kv // 2, Float32)
         k = self.keys.wait()
-        issue(self.qk, S, self.queries.fragment, self.keys.operand[None, None, None, k.index], accumulate=False)
+        for part in cutlass.range_constexpr(self.tiles.parts):
+            issue(
+                self.qk, self.part_of(S, part), self.queries.fragment, self.keys.operand[part][None, None, None, k.index], accumulate=False
+            )
         return S, k
+
+    def part_of(self, S: cute.Tensor, part: int):
+        keys = self.tiles.kv // self.tiles.parts
+        return accumulator(S, part * keys, keys)
+
+    @cute.jit
+    def weigh_part(self, S: cute.Tensor, part: cutlass.Constexpr[int], block: Int32, masked: cutlass.Constexpr[bool]):
+        """Scores of one part of the keys become P."""
+        first_key = part * (self.tiles.kv // self.tiles.parts)
+        scores = self.part_of(S, part)
+        self.scores.apply(scores)
+        if const_expr(masked):
+            self.mask.apply(scores, block * self.tiles.kv + first_key)
+        last = part == self.tiles.parts - 1
+        self.softmax.update(scores, accumulator(S, 0, first_key) if const_expr(part > 0) else None, self.tiles.hold if last else 0, masked)
 
     @cute.jit
     def issue_output(self):
@@ -85,33 +105,48 @@ class Consumer:
         self.O.fill(0.0)
         wait_matmuls(0)
         k.release()
-        self.scores.apply(S)
-        self.mask.apply(S, block)
-        alpha = self.softmax.update(S, first=True, masked=True)
-        self.alpha.store(alpha.load())
-        convert(as_operand(S), self.P)
+        self.weigh_first(S, block)
+
+    @cute.jit
+    def first_half_block(self, block: Int32):
+        """Only the left half of the first block is seen: half of Q·Kᵀ and of the softmax, and zeros in the rest of P."""
+        S = cute.make_rmem_tensor(self.tiles.kv // 4, Float32)
+        k = self.keys.wait()
+        left = self.left_keys[None, None, None, k.index]
+        issue(self.left_qk, accumulator(S, 0, self.tiles.kv // 2), self.queries.fragment, left, accumulate=False)
+        self.O.fill(0.0)
+        self.P.fill(0.0)
+        wait_matmuls(0)
+        k.release()
+        self.weigh_first(S, block)
+
+    @cute.jit
+    def weigh_first(self, S: cute.Tensor, block: Int32):
+        scores = accumulator(S, 0, 2 * cute.size(S))
+        self.scores.apply(scores)
+        self.mask.apply(scores, block * self.tiles.kv)
+        self.softmax.start(scores)
+        convert(S, self.P)
 
     @cute.jit
     def next_block(self, block: Int32, masked: cutlass.Constexpr[bool]):
         self.turn.take()
         S, k = self.issue_scores()  # S = Q·K_jᵀ, in the background
         if const_expr(self.tiles.rescale is Rescale.BEFORE_PV):
-            self.softmax.rescale(self.O, self.alpha)
+            self.softmax.rescale(self.O)
         v = self.issue_output()  # O += P_{j−1}·V_{j−1}, queued behind it
         self.turn.pass_on()
-        wait_matmuls(1)
-        k.release()
-        self.scores.apply(S)
-        if const_expr(masked):
-            self.mask.apply(S, block)
-        alpha = self.softmax.update(S, first=False, masked=masked)  # under P·V
+        self.softmax.settle()
+        for part in cutlass.range_constexpr(self.tiles.parts):
+            wait_matmuls(self.tiles.parts - part)
+            if const_expr(part == self.tiles.parts - 1):
+                k.release()
+            self.weigh_part(S, part, block, masked)  # under P·V
         wait_matmuls(0)
         v.release()
-        convert(as_operand(S), self.P)
-        if const_expr(self.tiles.rescale is Rescale.BEFORE_PV):
-            self.alpha.store(alpha.load())
-        else:
-            self.softmax.rescale(self.O, alpha)
+        convert(S, self.P)
+        if const_expr(self.tiles.rescale is Rescale.AFTER_PV):
+            self.softmax.rescale(self.O)
 
     @cute.jit
     def pass_over(self):
@@ -122,7 +157,7 @@ class Consumer:
     @cute.jit
     def last_output(self):
         if const_expr(self.tiles.rescale is Rescale.BEFORE_PV):
-            self.softmax.rescale(self.O, self.alpha)
+            self.softmax.rescale(self.O)
         v = self.issue_output()
         wait_matmuls(0)
         v.release()
@@ -134,14 +169,12 @@ class InOrderConsumer(Consumer):
 
     @cute.jit
     def first_block(self, block: Int32):
-        S, k = self.issue_scores()
-        self.O.fill(0.0)
-        wait_matmuls(0)
-        k.release()
-        self.scores.apply(S)
-        self.mask.apply(S, block)
-        self.softmax.update(S, first=True, masked=True)
-        convert(as_operand(S), self.P)
+        Consumer.first_block(self, block)
+        self.add_output()
+
+    @cute.jit
+    def first_half_block(self, block: Int32):
+        Consumer.first_half_block(self, block)
         self.add_output()
 
     @cute.jit
@@ -155,14 +188,14 @@ class InOrderConsumer(Consumer):
     def next_block(self, block: Int32, masked: cutlass.Constexpr[bool]):
         S, k = self.issue_scores()
         self.turn.pass_on()
-        wait_matmuls(0)
-        k.release()
-        self.scores.apply(S)
-        if const_expr(masked):
-            self.mask.apply(S, block)
-        alpha = self.softmax.update(S, first=False, masked=masked)
-        convert(as_operand(S), self.P)
-        self.softmax.rescale(self.O, alpha)
+        self.softmax.settle()
+        for part in cutlass.range_constexpr(self.tiles.parts):
+            wait_matmuls(self.tiles.parts - 1 - part)
+            if const_expr(part == self.tiles.parts - 1):
+                k.release()
+            self.weigh_part(S, part, block, masked)
+        convert(S, self.P)
+        self.softmax.rescale(self.O)
         self.add_output()
 
     @cute.jit
@@ -176,7 +209,13 @@ def attend(c: Consumer, blocks: KeyBlocks, parts: cutlass.Constexpr[bool]):
     if const_expr(parts):
         for _ in cutlass.range(blocks.passed_right, unroll=1):
             c.pass_over()
-    c.first_block(blocks.first)
+    if const_expr(parts and c.tiles.first_block is FirstBlock.HALF):
+        if blocks.first_half:
+            c.first_half_block(blocks.first)
+        else:
+            c.first_block(blocks.first)
+    else:
+        c.first_block(blocks.first)
     block = blocks.first - 1
     for i in cutlass.range(blocks.right_edge, unroll=1):
         c.next_block(block - i, masked=True)
@@ -367,7 +406,7 @@ class Forward:
     def consumer(self, ops, sQ, sK, sV, sO, q_out, k_out, v_out, thread, me):
         spec, tiles = self.spec, self.tiles
         qk, pv = storage.scores_mma(spec, tiles), storage.output_mma(spec, tiles)
-        s_part, o_part = qk.get_slice(thread), pv.get_slice(thread)
+        o_part = pv.get_slice(thread)
         sVt = storage.transposed(sV, spec.v_width, tiles.kv, tiles.stages)
         lane = thread % 32
         first_row = thread // 32 * 16 + lane // LANES_PER_ROW
@@ -375,14 +414,20 @@ class Forward:
         def stats():
             return cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
 
+        keys = [operand(qk, sK, spec, tiles.kv // tiles.parts, part, thread) for part in range(tiles.parts)]
+        left_qk = left_keys = None
+        if tiles.first_block is FirstBlock.HALF:
+            left_qk = storage.scores_mma(spec, tiles, tiles.kv // 2)
+            left_keys = operand(left_qk, sK, spec, tiles.kv // 2, 0, thread)
         kind = {Overlap.SOFTMAX_UNDER_PV: Consumer, Overlap.IN_ORDER: InOrderConsumer}[tiles.overlap]
+        softmax = {Maximum.EVERY_BLOCK: OnlineSoftmax, Maximum.STEADY: SteadySoftmax}[tiles.maximum]
         turn = {Turns.PING_PONG: Turn, Turns.FREE: NoTurn}[tiles.turns]
         c = kind(
             queries=make_queries(qk, sQ, q_out, thread, spec, tiles),
-            keys=StagedRead(qk.make_fragment_B(s_part.partition_B(sK)), k_out),
+            keys=StagedRead(tuple(keys), k_out),
             values=StagedRead(pv.make_fragment_B(o_part.partition_B(sVt)), v_out),
             scores=ScoreMap(ops.tanh_scale, spec),
-            softmax=OnlineSoftmax(stats(), stats(), ops.scale_log2, tiles),
+            softmax=softmax(stats(), stats(), stats(), Boolean(False), ops.scale_log2, spec, tiles),
             turn=turn(me, (me + 1) % tiles.consumers),
             mask=FragmentMask(
                 first_row,
@@ -396,12 +441,18 @@ class Forward:
             ),
             O=cute.make_rmem_tensor(o_part.partition_shape_C((tiles.q, spec.v_width)), Float32),
             P=o_part.make_fragment_A(o_part.partition_shape_A((tiles.q, tiles.kv))),
-            alpha=stats(),
             qk=qk,
             pv=pv,
+            left_keys=left_keys,
+            left_qk=left_qk,
             tiles=tiles,
         )
         return c, OutputStore.create(ops, sO, thread, me, first_row, spec, tiles)
+
+
+def operand(qk, sK, spec: ForwardSpec, keys: int, part: int, thread):
+    """The B operand of S = Q·Kᵀ for so many keys of a block, over the stages."""
+    return qk.make_fragment_B(qk.get_slice(thread).partition_B(cute.local_tile(sK, (keys, spec.qk_width), (part, 0, None))))
 
 
 def as_int32(numbers):

@@ -21,15 +21,10 @@ def as_rows(acc):
     return cute.make_tensor(acc.iterator, layout)
 
 
-def as_operand(acc):
-    """The accumulator of S as the A operand of P·V: the same registers in the same order."""
-    split = cute.logical_divide(acc.layout, ((None, None, 2), None, None))
-    shape, stride = split.shape, split.stride
-    layout = cute.make_layout(
-        ((shape[0][0], shape[0][1], shape[0][2][0]), shape[1], (shape[0][2][1], shape[2])),
-        stride=((stride[0][0], stride[0][1], stride[0][2][0]), stride[1], (stride[0][2][1], stride[2])),
-    )
-    return cute.make_tensor(acc.iterator, layout)
+def accumulator(registers, column: int, columns: int):
+    """So many columns of 64 rows, from a multiple of eight, as an accumulator of wgmma. Its registers, in their order, also are those
+    of an A operand once converted: P is S."""
+    return cute.make_tensor(registers.iterator + column // 2, cute.make_layout(((2, 2, columns // 8), 1, 1)))
 
 
 @cute.jit
@@ -37,7 +32,7 @@ def convert(source: cute.Tensor, target: cute.Tensor):
     """float32 → 16 bit, two at a time: TensorSSA.to() does not always pack."""
     op = "cvt.rn.bf16x2.f32" if const_expr(target.element_type is BFloat16) else "cvt.rn.f16x2.f32"
     packed = cute.recast_tensor(target, Int32)
-    for i in cutlass.range_constexpr(cute.size(packed)):
+    for i in cutlass.range_constexpr(cute.size(source) // 2):
         packed[i] = cute.arch.inline_ptx(
             op + " {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[source[2 * i], source[2 * i + 1]]
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...mask import MaskKind
 from . import budget
-from .tiles import WIDTHS, ForwardSpec, QuerySource, Rescale, Tiles, Turns
+from .tiles import WIDTHS, FirstBlock, ForwardSpec, Maximum, QuerySource, Rescale, Tiles, Turns
 
 L2_FOR_KV_BYTES = 32 << 20
 """Half of the L2: what K and V of the heads that run side by side may take."""
@@ -23,19 +23,40 @@ def width_of(dim: int) -> int:
 
 def choose(spec: ForwardSpec, k_len: int) -> Tiles:
     """Tiles for sequences of up to k_len keys."""
-    if max(spec.qk_width, spec.v_width) <= 64:
+    widest = max(spec.qk_width, spec.v_width)
+    if widest <= 64:
         return _narrow(spec, k_len)
-    return _largest(spec, consumers=2, turns=Turns.FREE)
+    tiles = _largest(spec, consumers=2, turns=Turns.FREE)
+    if widest > 128 or tiles.kv % 32:  # wider kernels keep the tensor cores busy anyway
+        return tiles
+    if spec.mask_kind is MaskKind.FULL:
+        return replace(tiles, parts=2)
+    if k_len <= 2048:
+        return replace(tiles, parts=2, first_block=FirstBlock.HALF)
+    return replace(tiles, hold=37)
 
 
 def _narrow(spec: ForwardSpec, k_len: int) -> Tiles:
-    """At width 64 the softmax's latency counts: more warps, and for short sequences two blocks per SM."""
-    masked = spec.mask_kind is not MaskKind.FULL
-    if k_len <= (1024 if masked else 512):
+    """At width 64 the softmax's latency counts: for short sequences more and smaller warpgroups, else a softmax that ptxas can mix."""
+    full = spec.mask_kind is MaskKind.FULL
+    many_fit = not spec.is_ragged and spec.mask_kind in (MaskKind.FULL, MaskKind.CAUSAL)
+    if many_fit and (k_len <= 512 if full else 512 < k_len <= 2048):
+        return _many(spec, Tiles(q=256, kv=48, stages=MOST_STAGES, o_columns=spec.v_width))
+    if many_fit and full and k_len <= 1024:
+        return _many(spec, Tiles(q=256, kv=64, stages=MOST_STAGES, o_columns=spec.v_width, query_source=QuerySource.SHARED, parts=2))
+    if k_len <= (512 if full else 1024):
         return _two_blocks(spec)
-    if k_len <= (2048 if masked else 1024):
-        return replace(_largest(spec, consumers=3, turns=Turns.FREE, most_kv=96))
-    return _largest(spec, consumers=3, turns=Turns.PING_PONG)
+    if k_len <= (1024 if full else 2048):
+        return replace(_largest(spec, consumers=3, turns=Turns.FREE, most_kv=96), parts=2)
+    return replace(_largest(spec, consumers=3, turns=Turns.PING_PONG), maximum=Maximum.EVERY_BLOCK, hold=60)
+
+
+def _many(spec: ForwardSpec, tiles: Tiles) -> Tiles:
+    """Four consumers: few registers each."""
+    found = budget.problems(spec, tiles)
+    if found:
+        raise LookupError(f"no tiles for four consumers: {spec}: {found[0]}")
+    return tiles
 
 
 def _two_blocks(spec: ForwardSpec) -> Tiles:

@@ -34,6 +34,7 @@ class KeyBlocks:
     interior: Any  # every row sees every key
     left_edge: Any  # masked
     passed_left: Any
+    first_half: Any = 0  # 1: of `first` only the left half is seen
 
 
 def consumers_part(spec: ForwardSpec, tiles: Tiles) -> bool:
@@ -85,4 +86,9 @@ class Walk:
         full_begin = minimum(part.full_begin, first)
         full_end = maximum(full_begin, minimum(part.full_end, first))
         left_edge = full_begin - begin if self.spec.mask_kind is not MaskKind.CAUSAL else 0
-        return KeyBlocks(end_of_tile - end, first, first - full_end, full_end - full_begin, left_edge, begin - whole.begin)
+        half = 0
+        if consumers_part(self.spec, tiles):
+            last_row = self.q_block * tiles.q + (consumer + 1) * ROWS_PER_CONSUMER - 1
+            _, seen = mask.visible_keys(last_row, self.k_len, self.bounds, self.spec.mask_kind, minimum, maximum)
+            half = minimum(1, maximum(0, first * tiles.kv + tiles.kv // 2 + 1 - seen))
+        return KeyBlocks(end_of_tile - end, first, first - full_end, full_end - full_begin, left_edge, begin - whole.begin, half)

@@ -33,13 +33,13 @@ class FragmentMask:
     tiles: cutlass.Constexpr[Tiles]
 
     @cute.jit
-    def apply(self, S: cute.Tensor, block: Int32):
+    def apply(self, S: cute.Tensor, first_key: Int32):
         rows = as_rows(S)
         bounds = bounds_of(self.numbers, self.q_len, self.k_len)
         for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
             row = self.tile_row + self.first_row + ROW_STEP * r
             begin, end = mask.visible_keys(row, self.k_len, bounds, self.spec.mask_kind, cutlass.min, cutlass.max)
-            first = block * self.tiles.kv + self.first_column
+            first = first_key + self.first_column
             for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
                 column = (c // 2) * 8 + c % 2
                 seen = column < end - first

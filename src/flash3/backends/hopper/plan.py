@@ -117,7 +117,7 @@ class Forward:
         layouts = _layout(request.q_sequences), _layout(request.k_sequences)
         if _leaves_rows(layouts[0]):
             _fill_empty(request, out, lse, sink=None)
-        if out.numel() == 0:
+        if out.numel() == 0 or self.problem.sizes.batch == 0:
             return
         if request.k.numel() == 0:
             _fill_empty(request, out, lse, sink=request.sink)

@@ -41,10 +41,10 @@ def transposed(sV, columns: int, rows: int, stages: int):
     return cute.composition(sV, cute.make_ordered_layout((columns, rows, stages), order=(1, 0, 2)))
 
 
-def scores_mma(spec: ForwardSpec, tiles: Tiles):
-    """S = Q·Kᵀ, 64 rows per consumer."""
+def scores_mma(spec: ForwardSpec, tiles: Tiles, keys: int | None = None):
+    """S = Q·Kᵀ, 64 rows per consumer, for one part of a block's keys, or for so many."""
     source = {QuerySource.REGISTERS: warpgroup.OperandSource.RMEM, QuerySource.SHARED: warpgroup.OperandSource.SMEM}
-    return _mma(spec, tiles, OperandMajorMode.K, tiles.kv, source[tiles.query_source])
+    return _mma(spec, tiles, OperandMajorMode.K, keys or tiles.kv // tiles.parts, source[tiles.query_source])
 
 
 def output_mma(spec: ForwardSpec, tiles: Tiles, columns: int | None = None):
