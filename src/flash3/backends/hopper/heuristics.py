@@ -31,7 +31,7 @@ def choose(spec: ForwardSpec, k_len: int) -> Tiles:
         return tiles
     if spec.mask_kind is MaskKind.FULL:
         return replace(tiles, parts=2)
-    if k_len <= 2048:
+    if k_len <= 2048 or (spec.mask_kind is MaskKind.CAUSAL and not spec.is_ragged):
         return replace(tiles, parts=2, first_block=FirstBlock.HALF)
     return replace(tiles, hold=37)
 
