@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from ... import dispatch
 from ...dispatch import Explanation
@@ -33,7 +33,6 @@ class Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         out, lse, *tensors = ctx.saved_tensors
         if d_out is None and d_lse is None:
@@ -41,9 +40,30 @@ class Attention(torch.autograd.Function):
         inputs = [value if tensor is None else tensor for tensor, value in zip(tensors, ctx.values, strict=True)]
         needs = list(ctx.needs_input_grad[:4])  # q, k, v, sink come first
         given = torch.zeros_like(out) if d_out is None else d_out
-        grads = operators.attention_backward(given, d_lse, out, lse, needs, *inputs)
+        differentiate = operators.attention_backward if torch.compiler.is_compiling() else AttentionBackward.apply
+        grads = differentiate(given, d_lse, out, lse, needs, *inputs)
         wanted = [g if need else None for g, need in zip(grads, needs, strict=True)]
         return (*wanted, *(None,) * (len(inputs) - len(wanted)))
+
+
+class AttentionBackward(torch.autograd.Function):
+    """attention_backward, which has no gradient of its own: whoever asks for one is told so. (torch's `once_differentiable` lets the
+    second derivative of a loss that is linear in `out` vanish in silence.)
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*flat: Any) -> tuple[Tensor, ...]:
+        return operators.attention_backward(*flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("attention has no second derivative: a gradient was wanted of its gradient")
 
 
 def run(arguments: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
@@ -65,7 +85,20 @@ def run_without_gradient(a: Arguments, return_lse: bool) -> Tensor | tuple[Tenso
     if not torch.compiler.is_compiling() and operators.unwatched(a.q, a.k, a.v):
         out, lse = operators.forward(a, return_lse)
         return out if lse is None else (out, lse)
+    if not torch.compiler.is_compiling():
+        check_no_tangents(a)
     return operators.attention_lse(*a) if return_lse else operators.attention(*a)
+
+
+def check_no_tangents(a: Arguments) -> None:
+    """The operators have no forward-mode derivative; torch would make it 0.
+
+    Raises:
+        NotImplementedError: a tensor carries a tangent.
+    """
+    for name, value in zip(a._fields, a, strict=True):
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(f"{name} carries a tangent, but attention has no forward-mode derivative (jvp): use reverse mode")
 
 
 def check_tensors(**named: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ...backends.base import Gradients, Saved
 from ...mask import FULL, Mask
@@ -159,6 +160,7 @@ def unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
     )
 
 
