@@ -92,10 +92,11 @@ def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any
 
 
 def shortcut_key(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Any, ...]:
-    """Of a dense call; options are hashable."""
+    """Of a dense call; options are hashable. Their types are in it: True equals 1.0, but is no scale."""
     return (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         *options,
+        *map(type, options),
         *_surroundings(),
     )
 
