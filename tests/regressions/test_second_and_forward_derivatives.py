@@ -1,4 +1,4 @@
-"""Derivatives that attention does not have are refused. torch's own defaults let them vanish: a zero tangent, a gradient without a graph."""
+"""Derivatives that attention does not have are refused. torch's defaults let them vanish: a zero tangent, a gradient without a graph."""
 
 import pytest
 import torch
