@@ -67,6 +67,8 @@ ATTENTION = {
     ),
     "q no tensor": Wrong({"q": [[1.0]]}, TypeError, ("q must be a torch.Tensor", "list")),
     "k no tensor": Wrong({"k": None}, TypeError, ("k must be a torch.Tensor", "NoneType")),
+    "q sparse": Wrong({"q": t(2, 5, 4, 64).to_sparse()}, TypeError, ("q must be a tensor with strides", "sparse_coo")),
+    "k nested": Wrong({"k": torch.nested.nested_tensor([*t(2, 7, 2, 64)])}, TypeError, ("k must be a tensor with strides", "nested")),
     "mask a float tensor": Wrong({"mask": t(5, 7)}, TypeError, ("mask must be a flash3.Mask", "Tensor", "Mask(causal=")),
     "mask a bool tensor": Wrong({"mask": t(5, 7, dtype=torch.bool)}, TypeError, ("mask must be a flash3.Mask",)),
     "mask a word": Wrong({"mask": "causal"}, TypeError, ("mask must be a flash3.Mask", "str")),

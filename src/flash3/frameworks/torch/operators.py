@@ -83,7 +83,7 @@ class Arguments(NamedTuple):
         )
 
     def check_types(self) -> None:
-        """Each tensor is one, and the backend a name.
+        """Each tensor is one, with strides, and the backend a name.
 
         Raises:
             TypeError: one is not; the message names it.
@@ -93,6 +93,9 @@ class Arguments(NamedTuple):
         for i, value in enumerate(self[:_TENSORS]):
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(f"{self._fields[i]} must be a torch.Tensor, got {type(value).__name__}: {value!r}")
+            if value is not None and (value.layout is not torch.strided or value.is_nested):
+                kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+                raise TypeError(f"{self._fields[i]} must be a tensor with strides, got a {kind} one")
 
     def _queries(self) -> Sequences:
         if self.cu_seqlens_q is not None:
