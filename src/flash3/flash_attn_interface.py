@@ -10,7 +10,6 @@ softmax's denominator, and `out`, a tensor to write the result into.
 
 from __future__ import annotations
 
-import operator
 import sys
 from typing import Any
 
@@ -299,13 +298,13 @@ def flash_attn_with_kvcache(
 
 
 def _length(cache_seqlens: Any) -> int:
-    """One length for all. It may be a traced program's symbol; a fraction would be cut off in silence."""
-    if isinstance(cache_seqlens, bool) or not hasattr(cache_seqlens, "__index__"):
-        raise TypeError(f"cache_seqlens must be an int, an int32 tensor (batch,) or None, got {cache_seqlens!r}")
-    length = cache_seqlens if isinstance(cache_seqlens, (int, torch.SymInt)) else operator.index(cache_seqlens)
+    """One length for all; torch would cut a fraction off in silence."""
+    length = None if isinstance(cache_seqlens, bool) else length_bound("cache_seqlens", cache_seqlens)
+    if length is None:
+        raise TypeError(f"cache_seqlens must be an int, a tensor or None, got {cache_seqlens!r}")
     if not 0 <= length <= MAX_POSITION:
         raise ValueError(f"cache_seqlens must be within 0 and {MAX_POSITION}, got {length}")
-    return length  # type: ignore[return-value]
+    return length
 
 
 def flash_attn_combine(

@@ -284,12 +284,7 @@ def _check_ranks(r: Request) -> None:
             raise ValueError(f"{name} must have {rank} dimensions {shape}, got shape {t.shape}")
 
 
-def check_int32(name: str, t: TensorInfo, shape: tuple[int, ...], device: Device) -> None:
-    """A tensor of lengths or indices.
-
-    Raises:
-        TypeError, ValueError: another dtype; another shape or device. The message names it.
-    """
+def _check_int32(name: str, t: TensorInfo, shape: tuple[int, ...], device: Device) -> None:
     if t.dtype is not DType.INT32:
         raise TypeError(f"{name} must be int32, got {t.type_name}")
     if t.shape != shape:
@@ -302,10 +297,10 @@ def _check_packed(name: str, layout: Packed, device: Device) -> int:
     cu = layout.cu_seqlens
     if len(cu.shape) != 1 or cu.shape[0] < 1:
         raise ValueError(f"cu_seqlens_{name} must have shape (batch + 1,), got {cu.shape}")
-    check_int32(f"cu_seqlens_{name}", cu, cu.shape, device)
+    _check_int32(f"cu_seqlens_{name}", cu, cu.shape, device)
     batch = cu.shape[0] - 1
     if layout.used is not None:
-        check_int32(f"seqused_{name}", layout.used, (batch,), device)
+        _check_int32(f"seqused_{name}", layout.used, (batch,), device)
     longest = layout.max_length
     if longest is not None and longest < 0:
         raise ValueError(f"max_seqlen_{name} must be >= 0, got {longest}")
@@ -315,12 +310,12 @@ def _check_packed(name: str, layout: Packed, device: Device) -> int:
 def _check_rows(layout: Padded | Paged, batch: int, device: Device) -> None:
     for name in ("lengths", "leftpad", "batch_index"):
         if getattr(layout, name) is not None:
-            check_int32(name, getattr(layout, name), (batch,), device)
+            _check_int32(name, getattr(layout, name), (batch,), device)
     if isinstance(layout, Paged):
         table = layout.page_table
         if len(table.shape) != 2:
             raise ValueError(f"page_table must have shape (batch, pages per sequence), got {table.shape}")
-        check_int32("page_table", table, table.shape, device)
+        _check_int32("page_table", table, table.shape, device)
 
 
 def _batch_of(name: str, t: TensorInfo, layout: Sequences) -> int:

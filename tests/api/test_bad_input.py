@@ -224,7 +224,7 @@ KVCACHE = {
     ),
     "rotary elsewhere": Wrong(_cached(**NEW, rotary=Rotary(COS, COS.to("meta"))), ValueError, ("rotary.sin is on meta, q on cpu",)),
     "rotary lengths of another batch": Wrong(
-        _cached(**NEW, rotary=Rotary(COS, COS, lengths=int32([1]))), ValueError, ("rotary.lengths must have shape (2,), got (1,)",)
+        _cached(**NEW, rotary=Rotary(COS, COS, lengths=int32([1]))), ValueError, ("rotary.lengths must have shape (2,) on cpu, got (1,)",)
     ),
     "rotary lengths a list": Wrong(
         _cached(**NEW, rotary=Rotary(COS, COS, lengths=[1, 2])), TypeError, ("rotary.lengths must be a torch.Tensor", "list")
@@ -320,7 +320,7 @@ def test_flash_attention_3_names():
         (int32([0, 4, 9]), ValueError, ("cu_seqlens_k_new ends at 9", "6 rows")),
         (int32([0, 4, 2]), ValueError, ("cu_seqlens_k_new must not decrease", "4 then 2")),
         (int32([1, 4, 6]), ValueError, ("cu_seqlens_k_new must start with 0", "got 1")),
-        (int32([0, 6]), ValueError, ("cu_seqlens_k_new must have shape (3,)", "(2,)")),
+        (int32([0, 6]), ValueError, ("cu_seqlens_k_new must have shape (3,) on cpu", "(2,)")),
         (torch.tensor([0, 4, 6]), TypeError, ("cu_seqlens_k_new must be int32", "int64")),
         ([0, 4, 6], TypeError, ("cu_seqlens_k_new must be a torch.Tensor", "list")),
     ],

@@ -75,9 +75,17 @@ def run(arguments: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor
         check_differentiable(DTYPES.get(a.q.dtype, str(a.q.dtype)), a.qv is not None)
         if not torch.compiler.is_compiling() and operators.unwatched(a.q, a.k, a.v):
             operators.backward_plan(a)  # a gradient that no backend has is refused now, not in the middle of training
-        out, lse = Attention.apply(*a)
+        out, lse = Attention.apply(*(_apart(a) if torch.compiler.is_compiling() else a))
         return (out, lse) if return_lse else out
     return run_without_gradient(a, return_lse)
+
+
+def _apart(a: Arguments) -> list[Any]:
+    """Each tensor once, as Dynamo wants an autograd.Function's arguments: where one repeats (k as v, one cu_seqlens for both), a view."""
+    kept: list[Any] = []
+    for x in a:
+        kept.append(x.view_as(x) if isinstance(x, Tensor) and any(x is y for y in kept) else x)
+    return kept
 
 
 def run_without_gradient(a: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:

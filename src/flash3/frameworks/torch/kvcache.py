@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ... import dispatch, sequences
 from ...mask import FULL, Mask, MaskKind
-from ...problem import Problem, check_int32, check_values
+from ...problem import Problem, check_values
 from ...sequences import Packed
 from ...settings import settings
-from .describe import describe, device_of
+from .describe import describe
 from .functions import check_tensors, length_bound, options, run_without_gradient
 from .operators import Arguments
 
@@ -147,7 +147,7 @@ class NewTokens:
         if self.k.shape[:-1] != self.v.shape[:-1]:
             raise ValueError(f"k_new has shape {tuple(self.k.shape)} and v_new {tuple(self.v.shape)}: all but the last must be equal")
         if self.cu_seqlens is not None:
-            check_int32("cu_seqlens_k_new", describe(self.cu_seqlens), (batch + 1,), device_of(cache.k.device))
+            _check_int32("cu_seqlens_k_new", self.cu_seqlens, (batch + 1,), cache)
 
     def lengths(self) -> Tensor | int:
         """How many tokens each sequence gains."""
@@ -208,6 +208,14 @@ def _check_cache(cache: KVCache) -> None:
         raise TypeError(f"cache.lengths must be int32 (batch,), got {cache.lengths.dtype} {tuple(cache.lengths.shape)}")
 
 
+def _check_int32(name: str, t: Tensor, shape: tuple[int, ...], cache: KVCache) -> None:
+    check_tensors(**{name: t})
+    if t.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {t.dtype}")
+    if tuple(t.shape) != shape or t.device != cache.k.device:
+        raise ValueError(f"{name} must have shape {shape} on {cache.k.device}, got {tuple(t.shape)} on {t.device}")
+
+
 def _check_rotary(rotary: Rotary, new: NewTokens, q: Tensor, cache: KVCache) -> None:
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary must be a flash3.Rotary or None, got {type(rotary).__name__}")
@@ -225,8 +233,7 @@ def _check_rotary(rotary: Rotary, new: NewTokens, q: Tensor, cache: KVCache) -> 
         if t.device != q.device:
             raise ValueError(f"{name} is on {t.device}, q on {q.device}: all tensors must be on one device")
     if rotary.lengths is not None:
-        check_tensors(**{"rotary.lengths": rotary.lengths})
-        check_int32("rotary.lengths", describe(rotary.lengths), tuple(cache.lengths.shape), device_of(q.device))
+        _check_int32("rotary.lengths", rotary.lengths, tuple(cache.lengths.shape), cache)
 
 
 def _check_before_writing(arguments: Arguments, cache: KVCache, new: NewTokens, rotary: Rotary | None) -> None:
