@@ -54,7 +54,7 @@ def test_compiled_forward_and_backward(mask, where, device):
 
 
 def test_one_tensor_as_two_arguments(device):
-    """k as v, and self-attention's one cu_seqlens for both sides: Dynamo wants each argument of an autograd.Function to be another tensor."""
+    """k as v, and self-attention's one cu_seqlens for both sides: Dynamo wants an autograd.Function's arguments to be different tensors."""
     q, k, _ = (x.requires_grad_() for x in _qkv(device=device))
     starts = int32(0, 4, 9, device=device)
 

@@ -26,8 +26,24 @@ def test_forward_mode(call, device):
     call(q, k)  # a call whose way is remembered is no different
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
         torch.func.jvp(lambda x: call(x, k), (q,), (torch.ones_like(q),))
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="k carries a tangent"):
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
         call(q, forward_ad.make_dual(k, torch.ones_like(k)))
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_transforms_inside_of_a_compiled_function(transform, device):
+    """There torch.compile leaves the autograd.Function out, and the derivative was 0."""
+    q, k = _tensors(device)
+
+    def derivative(q):
+        def loss(x):
+            return flash3.attention(x, k, k).sum()
+
+        return torch.func.grad(loss)(q) if transform == "grad" else torch.func.jvp(loss, (q,), (torch.ones_like(q),))[1]
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"has no gradient by itself|no forward-mode derivative"):
+        torch.compile(derivative, fullgraph=True, backend="aot_eager")(q)
 
 
 def test_forward_mode_over_a_cache(device):

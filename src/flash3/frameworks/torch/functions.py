@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ... import dispatch
 from ...dispatch import Explanation
@@ -93,20 +92,7 @@ def run_without_gradient(a: Arguments, return_lse: bool) -> Tensor | tuple[Tenso
     if not torch.compiler.is_compiling() and operators.unwatched(a.q, a.k, a.v):
         out, lse = operators.forward(a, return_lse)
         return out if lse is None else (out, lse)
-    if not torch.compiler.is_compiling():
-        check_no_tangents(a)
     return operators.attention_lse(*a) if return_lse else operators.attention(*a)
-
-
-def check_no_tangents(a: Arguments) -> None:
-    """The operators have no forward-mode derivative; torch would make it 0.
-
-    Raises:
-        NotImplementedError: a tensor carries a tangent.
-    """
-    for name, value in zip(a._fields, a, strict=True):
-        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise NotImplementedError(f"{name} carries a tangent, but attention has no forward-mode derivative (jvp): use reverse mode")
 
 
 def check_tensors(**named: Any) -> None:

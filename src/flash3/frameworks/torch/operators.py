@@ -237,7 +237,26 @@ def _define(name: str, schema: str, run: Any, fake: Any) -> Any:
     torch.library.define(f"flash3::{name}", schema)
     torch.library.impl(f"flash3::{name}", ("cpu", "cuda"), run)
     torch.library.register_fake(f"flash3::{name}", fake)
-    return getattr(torch.ops.flash3, name).default
+    overload = getattr(torch.ops.flash3, name).default
+    torch.library.impl(f"flash3::{name}", "Autograd", _underived(overload))
+    return overload
+
+
+def _underived(overload: Any) -> Any:
+    """The gradient is `functions.Attention`'s. To tensors that want a derivative of the operator alone torch would give 0: such arrive by
+    forward mode, and where a transform of torch.func stands in a compiled function (torch.compile then leaves the autograd.Function out).
+    """
+
+    def run(*flat: Any) -> Any:
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise NotImplementedError(f"{overload} has no gradient by itself, nor under torch.func inside of torch.compile: compile inside")
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            raise NotImplementedError("an argument carries a tangent, but attention has no forward-mode derivative (jvp): use reverse mode")
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*flat)
+
+    return run
 
 
 attention = _define("attention", f"({_schema()}) -> Tensor", _attention, _fake_attention)
