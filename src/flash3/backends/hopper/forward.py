@@ -8,8 +8,8 @@ producer    0          24 … 56        TMA loads of Q, K, V; hands out work til
 consumer i  4(i+1) …   240/160/112    64 query rows: both matmuls, softmax, O and L      (roles.py; tiles.q / 64 consumers)
 
 pipes       cargo      stages         filled by   emptied by                                   arrivals to empty
-q           Q tile     1              TMA         each consumer: once copied to registers,     one per consumer warp
-                                                  or after its last Q·Kᵀ
+q           Q tile     1              TMA         each consumer: copied to registers, after   one per consumer warp
+                                                  its first Q·Kᵀ; else after its last
 k           K block    tiles.stages   TMA         each consumer, after S = Q·Kᵀ                one per consumer warp
 v           V block    tiles.stages   TMA         each consumer, after O += P·V                one per consumer warp
 work        work tile  2              producer    each consumer                                one per consumer thread
@@ -105,6 +105,7 @@ class Consumer:
         self.O.fill(0.0)
         wait_matmuls(0)
         k.release()
+        self.queries.first_scores_done()
         self.weigh_first(S, block)
 
     @cute.jit
@@ -118,6 +119,7 @@ class Consumer:
         self.P.fill(0.0)
         wait_matmuls(0)
         k.release()
+        self.queries.first_scores_done()
         self.weigh_first(S, block)
 
     @cute.jit
@@ -225,7 +227,7 @@ def attend(c: Consumer, blocks: KeyBlocks, parts: cutlass.Constexpr[bool]):
     block = block - blocks.interior
     for i in cutlass.range(blocks.left_edge, unroll=1):
         c.next_block(block - i, masked=True)
-    c.queries.give_back()
+    c.queries.last_scores_done()
     c.last_output()
     if const_expr(parts):
         for _ in cutlass.range(blocks.passed_left, unroll=1):

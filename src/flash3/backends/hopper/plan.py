@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -64,7 +65,8 @@ class HopperBackend:
         Raises:
             ValueError: `tiles` do not fit; the message says why.
         """
-        base = launch.forward_spec(problem.spec, problem.sizes.scale, SequenceLayout(), SequenceLayout())
+        spec = problem.spec
+        base = launch.forward_spec(spec, problem.sizes.scale, _least(spec.q_sequences), _least(spec.k_sequences))
         chosen = tiles or heuristics.choose(base, problem.sizes.k_len)
         wrong = budget.problems(base, chosen)
         if wrong:
@@ -99,12 +101,22 @@ def _aligned(t: TensorInfo) -> bool:
 
 @dataclass
 class Forward:
-    """A plan's `run(request, out, lse)`: fills out and lse on the current stream. Microseconds count here."""
+    """A plan's `run(request, out, lse)`, for requests of the plan's own problem: fills out and lse on the current stream.
+
+    Microseconds count here: what the problem decides is decided once.
+    """
 
     problem: Problem
     tiles: Tiles
     kernels: Callable[[ForwardSpec, Tiles], Kernel]
     ready: dict[tuple[SequenceLayout, SequenceLayout], tuple[Kernel, tuple[float | int, ...]]] = field(default_factory=dict)
+    dense: tuple[Kernel, tuple[float | int, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        p = self.problem
+        self.straight = all(_straight(t.strides, t.dtype.bytes) for t in (p.q, p.k, p.v) if isinstance(t.dtype, DType))
+        self.nothing = math.prod(p.out_shape) == 0 or p.sizes.batch == 0
+        self.no_keys = math.prod(p.k.shape) == 0
 
     def __call__(self, request: Request, out: Tensor, lse: Tensor | None) -> None:
         index = out.device.index
@@ -112,27 +124,50 @@ class Forward:
             with torch.cuda.device(index):
                 self(request, out, lse)
             return
+        if self.nothing or self.no_keys or type(request.q_sequences) is not Dense or type(request.k_sequences) is not Dense:
+            self._uneven(request, out, lse, index)
+            return
+        if self.dense is None:
+            self.dense = self._prepare(DENSE, DENSE)
+        kernel, numbers = self.dense
+        kernel(*self._tensors(request), out, lse, request.sink, counter(index), None, None, numbers)
+
+    def _uneven(self, request: Request, out: Tensor, lse: Tensor | None, index: int) -> None:
+        """Sequences of unequal lengths, and what needs no launch at all."""
         if request.k_sequences.kind is SequenceKind.PAGED:
             request = gathered(request)
         layouts = _layout(request.q_sequences), _layout(request.k_sequences)
         if _leaves_rows(layouts[0]):
             _fill_empty(request, out, lse, sink=None)
-        if out.numel() == 0 or self.problem.sizes.batch == 0:
+        if self.nothing:
             return
-        if request.k.numel() == 0:
+        if self.no_keys:
             _fill_empty(request, out, lse, sink=request.sink)
             return
         prepared = self.ready.get(layouts)
         if prepared is None:
             prepared = self.ready[layouts] = self._prepare(*layouts)
         kernel, numbers = prepared
-        q, k, v = _tma_ready(request.q), _tma_ready(request.k), _tma_ready(request.v)
-        kernel(q, k, v, out, lse, request.sink, counter(index), _arrays(request.q_sequences), _arrays(request.k_sequences), numbers)
+        arrays = _arrays(request.q_sequences), _arrays(request.k_sequences)
+        kernel(*self._tensors(request), out, lse, request.sink, counter(index), *arrays, numbers)
+
+    def _tensors(self, request: Request) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = request.q, request.k, request.v
+        if self.straight and not (q.requires_grad or k.requires_grad or v.requires_grad):
+            if not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
+                return q, k, v
+        return _tma_ready(q), _tma_ready(k), _tma_ready(v)
 
     def _prepare(self, q_layout: SequenceLayout, k_layout: SequenceLayout) -> tuple[Kernel, tuple[float | int, ...]]:
         p = self.problem
         spec = launch.forward_spec(p.spec, p.sizes.scale, q_layout, k_layout)
         return self.kernels(spec, self.tiles), launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors)
+
+
+def _straight(strides: tuple[int, ...], element_bytes: int) -> bool:
+    """Whether TMA takes these strides as they are."""
+    step = TMA_ALIGNMENT_BYTES // element_bytes
+    return strides[-1] == 1 and all(stride % step == 0 for stride in strides[:-1])
 
 
 def gathered(request: Request) -> Request:
@@ -160,6 +195,11 @@ def _layout(sequences: Sequences) -> SequenceLayout:
             pads, index = sequences.leftpad is not None, sequences.batch_index is not None
             return SequenceLayout(kind=sequences.kind, leftpad=pads, batch_index=index)
     raise NotImplementedError(f"no kernel reads {type(sequences).__name__} sequences")
+
+
+def _least(kind: SequenceKind) -> SequenceLayout:
+    """A layout of this kind, as far as tiles depend on it: which optional arrays come along is known only when a request runs."""
+    return SequenceLayout(kind=SequenceKind.PADDED if kind is SequenceKind.PAGED else kind)
 
 
 def _arrays(sequences: Sequences) -> tuple[Tensor | None, ...] | None:
@@ -190,20 +230,15 @@ def _fill_empty(request: Request, out: Tensor, lse: Tensor | None, sink: Tensor 
 
 def _tma_ready(t: Tensor) -> Tensor:
     """As TMA can read it: a copy only where rows do not start at multiples of 16 bytes."""
-    if t.requires_grad:
-        t = t.detach()
+    t = t.detach()
     step = TMA_ALIGNMENT_BYTES // t.element_size()
-    strides = t.stride()
-    straight = strides[-1] == 1
-    for stride in strides[:-1]:
-        straight = straight and stride % step == 0
-    if straight and t.data_ptr() % TMA_ALIGNMENT_BYTES == 0:
-        return t
-    if t.data_ptr() % TMA_ALIGNMENT_BYTES or any(s % step and n > 1 for n, s in zip(t.shape[:-1], strides[:-1], strict=True)):
+    if t.data_ptr() % TMA_ALIGNMENT_BYTES or any(s % step and n > 1 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)):
         return t.clone(memory_format=torch.contiguous_format)
+    if _straight(t.stride(), t.element_size()):
+        return t
     # Dimensions of size 1 may carry any stride; the kernel wants one that TMA could use.
-    usable = [s if n > 1 else step * max(1, t.shape[-1]) for n, s in zip(t.shape[:-1], strides[:-1], strict=True)]
-    return t.as_strided(t.shape, (*usable, 1))
+    strides = [s if n > 1 else step * max(1, t.shape[-1]) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+    return t.as_strided(t.shape, (*strides, 1))
 
 
 _counters: dict[tuple[int, int], Tensor] = {}

@@ -23,28 +23,41 @@ class SharedQueries:
         self.waiting.wait_and_advance()
 
     @cute.jit
-    def give_back(self):
+    def first_scores_done(self):
+        pass
+
+    @cute.jit
+    def last_scores_done(self):
         self.releasing.release()
         self.releasing.advance()
 
 
 @dataclass
 class RegisterQueries:
-    """Given back at once, so that the next tile's Q is on its way while this one runs."""
+    """Given back after the tile's first Q·Kᵀ, so that the next tile's Q is on its way while this one runs.
+
+    Not before: only a finished matmul proves that the copy has been read. An arrival right after ldmatrix can overtake it, and then TMA
+    writes the next tile's first rows under it (seen on an H200: a row in a million).
+    """
 
     fragment: cute.Tensor
     waiting: pipeline.PipelineConsumer
+    releasing: pipeline.PipelineConsumer
     copy: cute.TiledCopy
     source: cute.Tensor
 
     @cute.jit
     def take(self):
-        slot = self.waiting.wait_and_advance()
+        self.waiting.wait_and_advance()
         cute.copy(self.copy, self.source, self.copy.retile(self.fragment))
-        slot.release()
 
     @cute.jit
-    def give_back(self):
+    def first_scores_done(self):
+        self.releasing.release()
+        self.releasing.advance()
+
+    @cute.jit
+    def last_scores_done(self):
         pass
 
 
@@ -57,4 +70,4 @@ def make_queries(mma, sQ, pipe, thread, spec: ForwardSpec, tiles: Tiles):
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), storage.ELEMENTS[spec.dtype])
     copy = cute.make_tiled_copy_A(atom, mma)
     source = copy.get_slice(thread).partition_S(sQ)[None, None, None, 0]
-    return RegisterQueries(fragment, pipe, copy, source)
+    return RegisterQueries(fragment, pipe, pipe.clone(), copy, source)
