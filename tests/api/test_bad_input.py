@@ -240,6 +240,11 @@ KVCACHE = {
     "length negative": Wrong(_cached(lengths=int32([5, -1])), ValueError, ("lengths[1] is -1", "0 to 12")),
     "length beyond the table": Wrong(_cached(lengths=int32([13, 1])), ValueError, ("lengths[0] is 13", "0 to 12")),
     "no room for the new": Wrong(_cached(**NEW, lengths=int32([5, 10])), ValueError, ("lengths[1] is 13", "0 to 12")),
+    "appended to one page twice": Wrong(
+        _cached(**NEW, lengths=int32([4, 6]), page_table=int32([[0, 1, 2], [3, 1, 5]])),
+        ValueError,
+        ("several tokens for slot 2 of page 1", "share a page"),
+    ),
     "leftpad negative": Wrong(_cached(leftpad=int32([-1, 0])), ValueError, ("leftpad[0] is -1", "0 to 12")),
     "row that is not there": Wrong(_cached(batch_index=int32([0, 2])), ValueError, ("batch_index[1] is 2", "0 to 1")),
 }

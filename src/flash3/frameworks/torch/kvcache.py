@@ -248,6 +248,7 @@ def _check_before_writing(arguments: Arguments, cache: KVCache, new: NewTokens, 
     for name, lengths in (("cache.lengths", cache.lengths), ("rotary.lengths", rotary.lengths if rotary else None)):
         if lengths is not None and any(n < 0 for n in lengths.tolist()):
             raise ValueError(f"{name} must be >= 0, got {lengths.tolist()}")
+    _check_slots(cache, new)
     if rotary is not None:
         start = cache.lengths if rotary.lengths is None else rotary.lengths
         ends = start + new.lengths()
@@ -256,6 +257,24 @@ def _check_before_writing(arguments: Arguments, cache: KVCache, new: NewTokens, 
         last = max(ends.tolist(), default=0)
         if last > rotary.cos.shape[0]:
             raise ValueError(f"rotary.cos has {rotary.cos.shape[0]} positions, but a token comes to position {last - 1}")
+
+
+def _check_slots(cache: KVCache, new: NewTokens) -> None:
+    """No two new tokens go to one place, which would keep either. (Sequences may share what they only read.)"""
+    if new.k is None or new.k.shape[0] == 0 or cache.lengths.shape[0] == 0:
+        return
+    row, slot = _slots(cache.k, new.k, cache.lengths, cache.batch_index, cache.page_table, new.cu_seqlens)
+    place = (row * cache.k.stride(0) + slot * cache.k.stride(1)).flatten()
+    if new.cu_seqlens is not None:
+        place = place[: int(new.cu_seqlens[-1])]
+    found, counts = place.unique(return_counts=True)
+    if len(found) < len(place):
+        where = int((place == found[counts.argmax()]).nonzero()[0])
+        what = "row" if cache.page_table is None else "page"
+        raise ValueError(
+            f"k_new has several tokens for slot {int(slot.flatten()[where])} of {what} {int(row.flatten()[where])} of the cache: "
+            f"sequences that share a {what} cannot both append to it"
+        )
 
 
 def positions(x: Tensor, cu_seqlens: Tensor | None, start: Tensor, advancing: bool) -> Tensor:
@@ -303,6 +322,15 @@ def _append(
     """Token t of sequence i goes to slot lengths[i] + t."""
     if k_new.shape[0] == 0 or lengths.shape[0] == 0:
         return
+    row, slot = _slots(k_cache, k_new, lengths, batch_index, page_table, cu_seqlens)
+    for cache, new in ((k_cache, k_new), (v_cache, v_new)):
+        cache.index_put_((row, slot), _valid(new, cache, cu_seqlens, row, slot).to(cache.dtype))
+
+
+def _slots(
+    k_cache: Tensor, k_new: Tensor, lengths: Tensor, batch_index: Tensor | None, page_table: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Row (or page) of the cache and slot in it that each new token goes to."""
     if cu_seqlens is None:
         sequence = torch.arange(k_new.shape[0], device=k_new.device)[:, None].expand(k_new.shape[:2])
         index = torch.arange(k_new.shape[1], device=k_new.device).expand(k_new.shape[:2])
@@ -314,8 +342,7 @@ def _append(
         page_size = k_cache.shape[1]
         page = (slot // page_size).clamp(max=page_table.shape[1] - 1)
         row, slot = page_table[row, page].long(), slot % page_size
-    for cache, new in ((k_cache, k_new), (v_cache, v_new)):
-        cache.index_put_((row, slot.long()), _valid(new, cache, cu_seqlens, row, slot).to(cache.dtype))
+    return row, slot.long()
 
 
 def _valid(new: Tensor, cache: Tensor, cu_seqlens: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
