@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .frameworks.torch.functions import length_bound, options, run
+from .frameworks.torch.functions import check_tensors, length_bound, options, run
 from .frameworks.torch.kvcache import KVCache, NewTokens, Rotary, attend
 from .frameworks.torch.merging import merge
 from .frameworks.torch.operators import Arguments
-from .mask import Mask
+from .mask import MAX_POSITION, Mask
 
 __all__ = [
     "flash_attn_combine",
@@ -62,14 +62,18 @@ def _scales(q: Tensor, **descale: Tensor | None) -> dict[str, Any]:
 def _sink(s_aux: Tensor | None, sinks: Tensor | None) -> Tensor | None:
     if s_aux is not None and sinks is not None:
         raise ValueError("s_aux and sinks are two names of one argument: give one of them")
-    given = s_aux if s_aux is not None else sinks
-    return None if given is None else given.float()
+    name, given = ("sinks", sinks) if s_aux is None else ("s_aux", s_aux)
+    if given is None:
+        return None
+    check_tensors(**{name: given})
+    return given.float()
 
 
 def _deliver(result: Result, out: Tensor | None) -> Result:
     """The result, in the caller's own tensor if there is one."""
     if out is None:
         return result
+    check_tensors(out=out)
     value, *rest = result if isinstance(result, tuple) else (result,)
     if value.requires_grad:
         raise ValueError("out cannot be given where a gradient is wanted: call under torch.no_grad(), or without out")
@@ -106,6 +110,7 @@ def flash_attn_func(
 
     Returns out, with return_attn_probs (out, lse): lse float32 (batch, heads_q, seqlen_q).
     """
+    check_tensors(q=q, k=k, v=v)
     arguments = Arguments(
         q,
         k,
@@ -139,6 +144,7 @@ def flash_attn_qkvpacked_func(
     Raises:
         ValueError: another shape, or num_heads_q missing or not fitting.
     """
+    check_tensors(qkv=qkv)
     if qkv.dim() == 5 and qkv.shape[-3] == 3:
         q, k, v = qkv.unbind(dim=-3)
     elif qkv.dim() == 4 and num_heads_q is not None and 0 < num_heads_q < qkv.shape[2] and (qkv.shape[2] - num_heads_q) % 2 == 0:
@@ -201,6 +207,7 @@ def flash_attn_varlen_func(
 
     Returns out, with return_attn_probs (out, lse): lse float32 (heads_q, total_q).
     """
+    check_tensors(q=q, k=k, v=v)
     arguments = Arguments(
         q,
         k,
@@ -261,11 +268,13 @@ def flash_attn_with_kvcache(
     cache_seqlens: an int, int32 (batch,), or None: the caches are full. Returns out, with return_softmax_lse (out, lse, out_accum,
     lse_accum): FlashAttention-3 hands out the parts of a split here, which are empty tensors in flash3.
     """
+    given = {"k": k, "v": v, "qv": qv, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new, "page_table": page_table}
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **{name: x for name, x in given.items() if x is not None})
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if cache_seqlens is None:
         cache_seqlens = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
     if not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
+        cache_seqlens = torch.full((batch,), _length(cache_seqlens), dtype=torch.int32, device=k_cache.device)
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin go together: give both or neither")
     rotary = None
@@ -288,6 +297,16 @@ def flash_attn_with_kvcache(
     return (*result, q.new_empty(0), q.new_empty(0)) if isinstance(result, tuple) else result
 
 
+def _length(cache_seqlens: Any) -> int:
+    """One length for all; torch would cut a fraction off in silence."""
+    length = None if isinstance(cache_seqlens, bool) else length_bound("cache_seqlens", cache_seqlens)
+    if length is None:
+        raise TypeError(f"cache_seqlens must be an int, a tensor or None, got {cache_seqlens!r}")
+    if not 0 <= length <= MAX_POSITION:
+        raise ValueError(f"cache_seqlens must be within 0 and {MAX_POSITION}, got {length}")
+    return length
+
+
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -295,11 +314,11 @@ def flash_attn_combine(
 
     Packed: (splits, total, heads, d) and (splits, total, heads). Returns (out, lse), lse (batch, seqlen, heads) or (total, heads).
     """
-    dtype = out_dtype if out is None else out.dtype
-    merged, lse = merge(out_partial, lse_partial.transpose(-1, -2), out_dtype=dtype)
-    if out is not None:
-        out.copy_(merged)
-    return (merged if out is None else out), lse.transpose(-1, -2)
+    check_tensors(out_partial=out_partial, lse_partial=lse_partial, **({} if out is None else {"out": out}))
+    merged, lse = merge(out_partial, lse_partial.transpose(-1, -2), out_dtype=out_dtype if out is None else out.dtype)
+    given = _deliver(merged, out)
+    assert isinstance(given, Tensor)
+    return given, lse.transpose(-1, -2)
 
 
 def get_scheduler_metadata(

@@ -8,7 +8,13 @@ import torch
 
 import flash3
 from flash3 import KVCache, Mask, Rotary, dispatch
-from flash3.flash_attn_interface import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash3.flash_attn_interface import (
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from tests.conformance.storage import int32
 
 
@@ -61,6 +67,8 @@ ATTENTION = {
     ),
     "q no tensor": Wrong({"q": [[1.0]]}, TypeError, ("q must be a torch.Tensor", "list")),
     "k no tensor": Wrong({"k": None}, TypeError, ("k must be a torch.Tensor", "NoneType")),
+    "q sparse": Wrong({"q": t(2, 5, 4, 64).to_sparse()}, TypeError, ("q must be a tensor with strides", "sparse_coo")),
+    "k nested": Wrong({"k": torch.nested.nested_tensor([*t(2, 7, 2, 64)])}, TypeError, ("k must be a tensor with strides", "nested")),
     "mask a float tensor": Wrong({"mask": t(5, 7)}, TypeError, ("mask must be a flash3.Mask", "Tensor", "Mask(causal=")),
     "mask a bool tensor": Wrong({"mask": t(5, 7, dtype=torch.bool)}, TypeError, ("mask must be a flash3.Mask",)),
     "mask a word": Wrong({"mask": "causal"}, TypeError, ("mask must be a flash3.Mask", "str")),
@@ -206,6 +214,25 @@ KVCACHE = {
     "too few positions": Wrong(
         _cached(**NEW, rotary=Rotary(COS[:10], COS[:10])), ValueError, ("rotary.cos has 10 positions", "position 10")
     ),
+    "too few positions for the queries": Wrong(
+        _cached(**NEW, q=t(2, 7, 4, 64), rotary=Rotary(COS[:12], COS[:12]), mask=Mask(causal=True)),
+        ValueError,
+        ("rotary.cos has 12 positions", "position 14"),
+    ),
+    "rotary of integers": Wrong(
+        _cached(**NEW, rotary=Rotary(COS.int(), COS)), TypeError, ("rotary.cos must be floating point", "torch.int32")
+    ),
+    "rotary elsewhere": Wrong(_cached(**NEW, rotary=Rotary(COS, COS.to("meta"))), ValueError, ("rotary.sin is on meta, q on cpu",)),
+    "rotary lengths of another batch": Wrong(
+        _cached(**NEW, rotary=Rotary(COS, COS, lengths=int32([1]))), ValueError, ("rotary.lengths must have shape (2,) on cpu, got (1,)",)
+    ),
+    "rotary lengths a list": Wrong(
+        _cached(**NEW, rotary=Rotary(COS, COS, lengths=[1, 2])), TypeError, ("rotary.lengths must be a torch.Tensor", "list")
+    ),
+    "rotary lengths floats": Wrong(
+        _cached(**NEW, rotary=Rotary(COS, COS, lengths=torch.ones(2))), TypeError, ("rotary.lengths must be int32", "float32")
+    ),
+    "q no tensor": Wrong(_cached(q=[[1.0]]), TypeError, ("q must be a torch.Tensor", "list")),
     "gradient": Wrong(_cached(q=t(2, 3, 4, 64).requires_grad_()), ValueError, ("q requires a gradient", "torch.no_grad()")),
     # by value, in checking mode
     "page that is not there": Wrong(_cached(page_table=int32([[0, 6, 2], [3, 4, 5]])), ValueError, ("page_table[0, 1] is 6", "0 to 5")),
@@ -213,6 +240,11 @@ KVCACHE = {
     "length negative": Wrong(_cached(lengths=int32([5, -1])), ValueError, ("lengths[1] is -1", "0 to 12")),
     "length beyond the table": Wrong(_cached(lengths=int32([13, 1])), ValueError, ("lengths[0] is 13", "0 to 12")),
     "no room for the new": Wrong(_cached(**NEW, lengths=int32([5, 10])), ValueError, ("lengths[1] is 13", "0 to 12")),
+    "appended to one page twice": Wrong(
+        _cached(**NEW, lengths=int32([4, 6]), page_table=int32([[0, 1, 2], [3, 1, 5]])),
+        ValueError,
+        ("several tokens for slot 2 of page 1", "share a page"),
+    ),
     "leftpad negative": Wrong(_cached(leftpad=int32([-1, 0])), ValueError, ("leftpad[0] is -1", "0 to 12")),
     "row that is not there": Wrong(_cached(batch_index=int32([0, 2])), ValueError, ("batch_index[1] is 2", "0 to 1")),
 }
@@ -234,6 +266,11 @@ MERGE = {
     "outs of unequal shapes": Wrong({"outs": [t(1, 5, 4, 8), t(1, 5, 4, 16)]}, ValueError, ("outs must be", "one shape", "(1, 5, 4, 16)")),
     "outs of no tensors": Wrong({"outs": [1.0, 2.0]}, TypeError, ("outs[0] must be a torch.Tensor", "float")),
     "outs of nothing": Wrong({"outs": [], "lses": []}, ValueError, ("n >= 1",)),
+    "out_dtype of integers": Wrong(
+        {"out_dtype": torch.int32}, TypeError, ("out_dtype must be a floating point torch.dtype", "torch.int32")
+    ),
+    "out_dtype a word": Wrong({"out_dtype": "float16"}, TypeError, ("out_dtype must be a floating point torch.dtype", "'float16'")),
+    "lses elsewhere": Wrong({"lses": t(2, 1, 4, 5, device="meta")}, ValueError, ("lses are on meta, outs on cpu",)),
     "outs integers": Wrong({"outs": t(2, 1, 5, 4, 8, dtype=torch.int32)}, TypeError, ("outs must be floating", "int32")),
 }
 
@@ -264,9 +301,41 @@ def test_flash_attention_3_names():
         (lambda: flash_attn_func(q, cache, cache, qv=t(2, 3, 4, 32)), ValueError, ("qv must have shape (2, 3, 4, 64)", "(2, 3, 4, 32)")),
         (lambda: flash_attn_varlen_func(q[0], q[0], q[0], starts, starts, 3, 3), ValueError, ("cu_seqlens_q ends at 6", "3 rows")),
         (lambda: flash_attn_combine(t(2, 1, 5, 4, 8), t(2, 1, 4, 5)), ValueError, ("lse",)),
+        (lambda: flash_attn_combine([1.0], t(2, 1, 4, 5)), TypeError, ("out_partial must be a torch.Tensor", "list")),
+        (lambda: flash_attn_combine(t(2, 1, 5, 4, 8), t(2, 1, 5, 4), out=t(5, 4, 8)), ValueError, ("out must have shape (1, 5, 4, 8)",)),
+        (lambda: flash_attn_func([1.0], cache, cache), TypeError, ("q must be a torch.Tensor", "list")),
+        (lambda: flash_attn_func(q, cache, cache, sinks=[0.0] * 4), TypeError, ("sinks must be a torch.Tensor", "list")),
+        (lambda: flash_attn_varlen_func(None, cache, cache, starts, starts, 3, 3), TypeError, ("q must be a torch.Tensor", "NoneType")),
+        (lambda: flash_attn_qkvpacked_func([1.0]), TypeError, ("qkv must be a torch.Tensor", "list")),
+        (lambda: flash_attn_with_kvcache([1.0], cache, cache), TypeError, ("q must be a torch.Tensor", "list")),
+        (lambda: flash_attn_with_kvcache(q, [1.0], cache), TypeError, ("k_cache must be a torch.Tensor", "list")),
+        (lambda: flash_attn_with_kvcache(q, cache, cache, cu_seqlens_q=[0, 3]), TypeError, ("cu_seqlens_q must be a torch.Tensor",)),
+        (lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3.5), TypeError, ("cache_seqlens must be an int", "3.5")),
+        (lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=True), TypeError, ("cache_seqlens must be an int", "True")),
+        (lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=[3, 4]), TypeError, ("cache_seqlens must be an int", "[3, 4]")),
+        (lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=1 << 40), ValueError, ("cache_seqlens must be", str(1 << 40))),
     ]  # fmt: skip
     for call, error, says in wrongs:
         _refused(call, Wrong({}, error, says))
+
+
+@pytest.mark.parametrize(
+    ("starts", "error", "says"),
+    [
+        (int32([0, 4, 9]), ValueError, ("cu_seqlens_k_new ends at 9", "6 rows")),
+        (int32([0, 4, 2]), ValueError, ("cu_seqlens_k_new must not decrease", "4 then 2")),
+        (int32([1, 4, 6]), ValueError, ("cu_seqlens_k_new must start with 0", "got 1")),
+        (int32([0, 6]), ValueError, ("cu_seqlens_k_new must have shape (3,) on cpu", "(2,)")),
+        (torch.tensor([0, 4, 6]), TypeError, ("cu_seqlens_k_new must be int32", "int64")),
+        ([0, 4, 6], TypeError, ("cu_seqlens_k_new must be a torch.Tensor", "list")),
+    ],
+)
+def test_starts_of_packed_new_keys(starts, error, says):
+    """A wrong start sent tokens to wrong slots of the cache."""
+    q, cache, new = t(2, 3, 4, 64), t(2, 9, 2, 64), torch.ones(6, 2, 64)
+    call = lambda: flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=int32([1, 2]), cu_seqlens_k_new=starts)  # noqa: E731
+    _refused(call, Wrong({}, error, says))
+    assert (cache == 0).all()
 
 
 def test_mask_arguments():

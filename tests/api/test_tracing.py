@@ -53,6 +53,35 @@ def test_compiled_forward_and_backward(mask, where, device):
     assert counter.frame_count == 1
 
 
+def test_one_tensor_as_two_arguments(device):
+    """k as v, and self-attention's one cu_seqlens for both sides: Dynamo wants an autograd.Function's arguments to be different tensors."""
+    q, k, _ = (x.requires_grad_() for x in _qkv(device=device))
+    starts = int32(0, 4, 9, device=device)
+
+    def f(q, k, starts):
+        out = flash3.attention_varlen(q[0], k[0], k[0], starts, starts, 5, 5)
+        return out.cos().sum() + flash3.attention(q, k, k).sin().sum()
+
+    g, counter = _compiled(f)
+    _same(torch.autograd.grad(g(q, k, starts), (q, k)), torch.autograd.grad(f(q, k, starts), (q, k)))
+    assert counter.frame_count == 1
+
+
+def test_compiled_append_of_packed_tokens(device):
+    """The checks of what is appended can be traced."""
+    q, k, _ = _qkv(4, device=device, lead=())
+    caches = [torch.zeros(2, 9, 2, 16, device=device) for _ in range(4)]
+    lengths, starts, cos = int32(1, 2, device=device), int32(0, 2, 4, device=device), random(9, 8, dtype=torch.float32, device=device)
+
+    def f(q, k, k_cache, v_cache, first):
+        cache, rotary = flash3.KVCache(k_cache, v_cache, lengths), flash3.Rotary(cos, cos, lengths=first)
+        return flash3.attention_kvcache(q, cache, k_new=k, v_new=k, rotary=rotary, cu_seqlens_q=starts, max_seqlen_q=2)
+
+    g, _ = _compiled(f)
+    first = int32(3, 4, device=device)
+    _same((g(q, k, *caches[:2], first), *caches[:2]), (f(q, k, *caches[2:], first), *caches[2:]))
+
+
 def test_dynamic_lengths_compile_once_more(device):
     """The first length is a constant; the second makes lengths dynamic; no other recompiles. Forward and backward."""
 

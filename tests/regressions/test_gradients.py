@@ -120,3 +120,12 @@ def test_deterministic_backward(device):
     first = run()
     for _ in range(times):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+def test_float64_where_every_lse_is_zero(device):
+    """One key each and scores of 0: no LSE was too large for float32, and a float64 backward met a float32 LSE."""
+    q, k, v = (random(1, 3, 1, 8, dtype=torch.float64, device=device, seed=i).requires_grad_() for i in range(3))
+    out = flash3.attention(q, k, v, mask=Mask(left=0, right=0), scale=0.0)
+    d_out = random(1, 3, 1, 8, dtype=torch.float64, device=device, seed=5)
+    grads = torch.autograd.grad(out, (q, k, v), d_out)
+    judge_gradients(Request(q=q, k=k, v=v, mask=Mask(left=0, right=0), scale=0.0), grads, d_out)

@@ -24,8 +24,8 @@ from .blocks import Operands, by_kv_head, compute_dtype, operands, stack, tiling
 from .forward import attend_tile, finite
 from .work import Block, Tiling, Work
 
-LARGEST_LSE = {torch.float64: 0.0, torch.float32: 64.0, torch.float16: 1024.0, torch.bfloat16: 8192.0}
-"""Up to here float32 holds an LSE well enough for gradients of this type."""
+LARGEST_LSE = {torch.float64: -1.0, torch.float32: 64.0, torch.float16: 1024.0, torch.bfloat16: 8192.0}
+"""Up to here float32 holds an LSE well enough for gradients of this type; for those of float64 never."""
 SAME_LSE = 2.0**-20
 """How far two float32 LSEs of the same row may be apart, relatively: their rounding, and that of the scores by another order of sums."""
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ... import dispatch
 from ...dispatch import Explanation
@@ -33,7 +32,6 @@ class Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         out, lse, *tensors = ctx.saved_tensors
         if d_out is None and d_lse is None:
@@ -41,9 +39,30 @@ class Attention(torch.autograd.Function):
         inputs = [value if tensor is None else tensor for tensor, value in zip(tensors, ctx.values, strict=True)]
         needs = list(ctx.needs_input_grad[:4])  # q, k, v, sink come first
         given = torch.zeros_like(out) if d_out is None else d_out
-        grads = operators.attention_backward(given, d_lse, out, lse, needs, *inputs)
+        differentiate = operators.attention_backward if torch.compiler.is_compiling() else AttentionBackward.apply
+        grads = differentiate(given, d_lse, out, lse, needs, *inputs)
         wanted = [g if need else None for g, need in zip(grads, needs, strict=True)]
         return (*wanted, *(None,) * (len(inputs) - len(wanted)))
+
+
+class AttentionBackward(torch.autograd.Function):
+    """attention_backward, which has no gradient of its own: whoever asks for one is told so. (torch's `once_differentiable` lets the
+    second derivative of a loss that is linear in `out` vanish in silence.)
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*flat: Any) -> tuple[Tensor, ...]:
+        return operators.attention_backward(*flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("attention has no second derivative: a gradient was wanted of its gradient")
 
 
 def run(arguments: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
@@ -55,9 +74,17 @@ def run(arguments: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor
         check_differentiable(DTYPES.get(a.q.dtype, str(a.q.dtype)), a.qv is not None)
         if not torch.compiler.is_compiling() and operators.unwatched(a.q, a.k, a.v):
             operators.backward_plan(a)  # a gradient that no backend has is refused now, not in the middle of training
-        out, lse = Attention.apply(*a)
+        out, lse = Attention.apply(*(_apart(a) if torch.compiler.is_compiling() else a))
         return (out, lse) if return_lse else out
     return run_without_gradient(a, return_lse)
+
+
+def _apart(a: Arguments) -> list[Any]:
+    """Each tensor once, as Dynamo wants an autograd.Function's arguments: where one repeats (k as v, one cu_seqlens for both), a view."""
+    kept: list[Any] = []
+    for x in a:
+        kept.append(x.view_as(x) if isinstance(x, Tensor) and any(x is y for y in kept) else x)
+    return kept
 
 
 def run_without_gradient(a: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:

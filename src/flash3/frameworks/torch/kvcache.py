@@ -7,14 +7,15 @@ GPU: positions are computed where the lengths live.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
-from ... import dispatch
+from ... import dispatch, sequences
 from ...mask import FULL, Mask, MaskKind
 from ...problem import Problem, check_values
+from ...sequences import Packed
 from ...settings import settings
 from .describe import describe
 from .functions import check_tensors, length_bound, options, run_without_gradient
@@ -96,7 +97,7 @@ def attention_kvcache(
         TypeError, ValueError, NotImplementedError: as in `attention`; the cache is then unchanged.
     """
     _check_cache(cache)
-    check_tensors(**{name: t for name, t in (("k_new", k_new), ("v_new", v_new), ("sink", sink)) if t is not None})
+    check_tensors(q=q, **{name: t for name, t in (("k_new", k_new), ("v_new", v_new), ("sink", sink)) if t is not None})
     new = NewTokens(k_new, v_new, cu_seqlens_q if k_new is not None and k_new.dim() == 3 else None)
     if torch.is_grad_enabled():
         for name, t in (("q", q), ("cache.k", cache.k), ("cache.v", cache.v), ("k_new", k_new), ("v_new", v_new), ("sink", sink)):
@@ -145,14 +146,18 @@ class NewTokens:
                 raise ValueError(f"{name} is on {t.device}, the cache on {kept.device}: all tensors must be on one device")
         if self.k.shape[:-1] != self.v.shape[:-1]:
             raise ValueError(f"k_new has shape {tuple(self.k.shape)} and v_new {tuple(self.v.shape)}: all but the last must be equal")
-        if self.cu_seqlens is not None and tuple(self.cu_seqlens.shape) != (batch + 1,):
-            raise ValueError(f"cu_seqlens of k_new must have shape ({batch + 1},), got {tuple(self.cu_seqlens.shape)}")
+        if self.cu_seqlens is not None:
+            _check_int32("cu_seqlens_k_new", self.cu_seqlens, (batch + 1,), cache)
 
     def lengths(self) -> Tensor | int:
         """How many tokens each sequence gains."""
         if self.k is None:
             return 0
-        return self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
+        return _lengths(self.k, self.cu_seqlens)
+
+
+def _lengths(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | int:
+    return x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
 
 
 def _shape(t: Tensor | None) -> tuple[int, ...] | None:
@@ -165,7 +170,7 @@ def attend(arguments: Arguments, cache: KVCache, new: NewTokens, rotary: Rotary 
     check_tensors(q=arguments.q)
     new.check(cache)
     if rotary is not None:
-        _check_rotary(rotary, new, arguments.q)
+        _check_rotary(rotary, new, arguments.q, cache)
     arguments = arguments._replace(
         seqused_k=(cache.lengths + new.lengths()).to(torch.int32),
         leftpad=cache.leftpad,
@@ -203,7 +208,15 @@ def _check_cache(cache: KVCache) -> None:
         raise TypeError(f"cache.lengths must be int32 (batch,), got {cache.lengths.dtype} {tuple(cache.lengths.shape)}")
 
 
-def _check_rotary(rotary: Rotary, new: NewTokens, q: Tensor) -> None:
+def _check_int32(name: str, t: Tensor, shape: tuple[int, ...], cache: KVCache) -> None:
+    check_tensors(**{name: t})
+    if t.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {t.dtype}")
+    if tuple(t.shape) != shape or t.device != cache.k.device:
+        raise ValueError(f"{name} must have shape {shape} on {cache.k.device}, got {tuple(t.shape)} on {t.device}")
+
+
+def _check_rotary(rotary: Rotary, new: NewTokens, q: Tensor, cache: KVCache) -> None:
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary must be a flash3.Rotary or None, got {type(rotary).__name__}")
     if new.k is None:
@@ -214,6 +227,13 @@ def _check_rotary(rotary: Rotary, new: NewTokens, q: Tensor) -> None:
             f"rotary.cos and rotary.sin must have shape (positions, rotary_dim / 2) with rotary_dim <= head_dim = {q.shape[-1]}, "
             f"got {tuple(rotary.cos.shape)} and {tuple(rotary.sin.shape)}"
         )
+    for name, t in (("rotary.cos", rotary.cos), ("rotary.sin", rotary.sin)):
+        if not t.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {t.dtype}")
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device}, q on {q.device}: all tensors must be on one device")
+    if rotary.lengths is not None:
+        _check_int32("rotary.lengths", rotary.lengths, tuple(cache.lengths.shape), cache)
 
 
 def _check_before_writing(arguments: Arguments, cache: KVCache, new: NewTokens, rotary: Rotary | None) -> None:
@@ -222,15 +242,39 @@ def _check_before_writing(arguments: Arguments, cache: KVCache, new: NewTokens, 
     dispatch.choose(problem, arguments.backend)
     if problem.device.type != "cpu" and not settings.check_values:
         return
-    check_values(replace(arguments.request()))
+    if new.k is not None and new.cu_seqlens is not None:
+        sequences.check_values("k_new", new.k.shape, Packed(cu_seqlens=new.cu_seqlens))
+    check_values(arguments.request())
     for name, lengths in (("cache.lengths", cache.lengths), ("rotary.lengths", rotary.lengths if rotary else None)):
         if lengths is not None and any(n < 0 for n in lengths.tolist()):
             raise ValueError(f"{name} must be >= 0, got {lengths.tolist()}")
+    _check_slots(cache, new)
     if rotary is not None:
         start = cache.lengths if rotary.lengths is None else rotary.lengths
-        last = max((start + new.lengths()).tolist(), default=0)
+        ends = start + new.lengths()
+        if _mask_of(arguments).kind is not MaskKind.FULL:  # then the queries advance too
+            ends = torch.maximum(ends, start + _lengths(arguments.q, arguments.cu_seqlens_q))
+        last = max(ends.tolist(), default=0)
         if last > rotary.cos.shape[0]:
             raise ValueError(f"rotary.cos has {rotary.cos.shape[0]} positions, but a token comes to position {last - 1}")
+
+
+def _check_slots(cache: KVCache, new: NewTokens) -> None:
+    """No two new tokens go to one place, which would keep either. (Sequences may share what they only read.)"""
+    if new.k is None or new.k.shape[0] == 0 or cache.lengths.shape[0] == 0:
+        return
+    row, slot = _slots(cache.k, new.k, cache.lengths, cache.batch_index, cache.page_table, new.cu_seqlens)
+    place = (row * cache.k.stride(0) + slot * cache.k.stride(1)).flatten()
+    if new.cu_seqlens is not None:
+        place = place[: int(new.cu_seqlens[-1])]
+    found, counts = place.unique(return_counts=True)
+    if len(found) < len(place):
+        where = int((place == found[counts.argmax()]).nonzero()[0])
+        what = "row" if cache.page_table is None else "page"
+        raise ValueError(
+            f"k_new has several tokens for slot {int(slot.flatten()[where])} of {what} {int(row.flatten()[where])} of the cache: "
+            f"sequences that share a {what} cannot both append to it"
+        )
 
 
 def positions(x: Tensor, cu_seqlens: Tensor | None, start: Tensor, advancing: bool) -> Tensor:
@@ -278,6 +322,15 @@ def _append(
     """Token t of sequence i goes to slot lengths[i] + t."""
     if k_new.shape[0] == 0 or lengths.shape[0] == 0:
         return
+    row, slot = _slots(k_cache, k_new, lengths, batch_index, page_table, cu_seqlens)
+    for cache, new in ((k_cache, k_new), (v_cache, v_new)):
+        cache.index_put_((row, slot), _valid(new, cache, cu_seqlens, row, slot).to(cache.dtype))
+
+
+def _slots(
+    k_cache: Tensor, k_new: Tensor, lengths: Tensor, batch_index: Tensor | None, page_table: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Row (or page) of the cache and slot in it that each new token goes to."""
     if cu_seqlens is None:
         sequence = torch.arange(k_new.shape[0], device=k_new.device)[:, None].expand(k_new.shape[:2])
         index = torch.arange(k_new.shape[1], device=k_new.device).expand(k_new.shape[:2])
@@ -289,8 +342,7 @@ def _append(
         page_size = k_cache.shape[1]
         page = (slot // page_size).clamp(max=page_table.shape[1] - 1)
         row, slot = page_table[row, page].long(), slot % page_size
-    for cache, new in ((k_cache, k_new), (v_cache, v_new)):
-        cache.index_put_((row, slot.long()), _valid(new, cache, cu_seqlens, row, slot).to(cache.dtype))
+    return row, slot.long()
 
 
 def _valid(new: Tensor, cache: Tensor, cu_seqlens: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:

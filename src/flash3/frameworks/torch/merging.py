@@ -25,11 +25,14 @@ def merge(
         (out, lse): one result like each part. Where every part is empty: out 0, lse −inf. Differentiable.
 
     Raises:
-        TypeError: not tensors, or lses not float32 or float64.
-        ValueError: shapes that do not go together, or nothing to merge.
+        TypeError: not tensors, or lses not float32 or float64, or outs or out_dtype not floating point.
+        ValueError: shapes or devices that do not go together, or nothing to merge.
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     _check(outs, lses)
+    out_dtype = outs.dtype if out_dtype is None else out_dtype
+    if not isinstance(out_dtype, torch.dtype) or not out_dtype.is_floating_point:
+        raise TypeError(f"out_dtype must be a floating point torch.dtype or None, got {out_dtype!r}")
     high = torch.float64 if outs.dtype == torch.float64 else torch.float32
     lses = lses.to(high)
     lses = torch.where(torch.isposinf(lses), -torch.inf, lses)
@@ -41,7 +44,7 @@ def merge(
     shares = (weights / torch.where(empty, 1.0, total)).transpose(-1, -2).unsqueeze(-1)
     out = torch.where(shares == 0, 0.0, outs.to(high)).mul(shares).sum(0)
     lse = torch.where(empty, -torch.inf, top + torch.where(empty, 1.0, total).log())
-    return out.to(out_dtype or outs.dtype), lse
+    return out.to(out_dtype), lse
 
 
 def _stacked(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
@@ -67,5 +70,7 @@ def _check(outs: Tensor, lses: Tensor) -> None:
         )
     *batch, rows, heads, _ = outs.shape
     wanted = (*batch, heads, rows)
+    if lses.device != outs.device:
+        raise ValueError(f"lses are on {lses.device}, outs on {outs.device}: all tensors must be on one device")
     if tuple(lses.shape) != wanted:
         raise ValueError(f"lses must have shape {wanted}, heads before queries as attention returns them, got {tuple(lses.shape)}")

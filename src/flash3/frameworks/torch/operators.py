@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ...backends.base import Gradients, Saved
 from ...mask import FULL, Mask
@@ -82,7 +83,7 @@ class Arguments(NamedTuple):
         )
 
     def check_types(self) -> None:
-        """Each tensor is one, and the backend a name.
+        """Each tensor is one, with strides, and the backend a name.
 
         Raises:
             TypeError: one is not; the message names it.
@@ -92,6 +93,9 @@ class Arguments(NamedTuple):
         for i, value in enumerate(self[:_TENSORS]):
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(f"{self._fields[i]} must be a torch.Tensor, got {type(value).__name__}: {value!r}")
+            if value is not None and (value.layout is not torch.strided or value.is_nested):
+                kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+                raise TypeError(f"{self._fields[i]} must be a tensor with strides, got a {kind} one")
 
     def _queries(self) -> Sequences:
         if self.cu_seqlens_q is not None:
@@ -159,6 +163,7 @@ def unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
     )
 
 
@@ -232,7 +237,26 @@ def _define(name: str, schema: str, run: Any, fake: Any) -> Any:
     torch.library.define(f"flash3::{name}", schema)
     torch.library.impl(f"flash3::{name}", ("cpu", "cuda"), run)
     torch.library.register_fake(f"flash3::{name}", fake)
-    return getattr(torch.ops.flash3, name).default
+    overload = getattr(torch.ops.flash3, name).default
+    torch.library.impl(f"flash3::{name}", "Autograd", _underived(overload))
+    return overload
+
+
+def _underived(overload: Any) -> Any:
+    """The gradient is `functions.Attention`'s. To tensors that want a derivative of the operator alone torch would give 0: such arrive by
+    forward mode, and where a transform of torch.func stands in a compiled function (torch.compile then leaves the autograd.Function out).
+    """
+
+    def run(*flat: Any) -> Any:
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise NotImplementedError(f"{overload} has no gradient by itself, nor under torch.func inside of torch.compile: compile inside")
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            raise NotImplementedError("an argument carries a tangent, but attention has no forward-mode derivative (jvp): use reverse mode")
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*flat)
+
+    return run
 
 
 attention = _define("attention", f"({_schema()}) -> Tensor", _attention, _fake_attention)

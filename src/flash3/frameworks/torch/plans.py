@@ -91,19 +91,25 @@ def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any
     table[key] = value
 
 
-def shortcut_key(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Any, ...]:
-    """Of a dense call; options are hashable."""
+def shortcut_key(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Any, ...] | None:
+    """Of a dense call. The options' types are in it: True equals 1.0, but is no scale. None without strides (sparse, nested)."""
+    try:
+        strides = q.stride(), k.stride(), v.stride()
+    except RuntimeError:
+        return None
     return (
-        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        *strides,
+        *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         *options,
+        *map(type, options),
         *_surroundings(),
     )
 
 
-def shortcut(key: tuple[Any, ...]) -> Shortcut | None:
+def shortcut(key: tuple[Any, ...] | None) -> Shortcut | None:
     """The way of an earlier call with this key. What cannot be hashed is no option: the checks will refuse it by name."""
     try:
-        return _shortcuts.get(key)
+        return None if key is None else _shortcuts.get(key)
     except TypeError:
         return None
 
