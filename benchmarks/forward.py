@@ -224,7 +224,7 @@ def main() -> None:
         "sources": unpacked()["sources"],
         "device": device.name,
         "torch": torch.__version__,
-        "settings": vars(a) | {"json": str(a.json)},
+        "settings": {name: value for name, value in vars(a).items() if name not in ("json", "good")},
     }
     if a.ablation:
         result["ablation"] = ablation(a)
