@@ -10,13 +10,14 @@ softmax's denominator, and `out`, a tensor to write the result into.
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .frameworks.torch.functions import check_tensors, length_bound, options, run
+from .frameworks.torch.functions import attention, check_tensors, length_bound, options, run
 from .frameworks.torch.kvcache import KVCache, NewTokens, Rotary, attend
 from .frameworks.torch.merging import merge
 from .frameworks.torch.operators import Arguments
@@ -43,8 +44,12 @@ def _mask(causal: bool, window_size: Window | None, attention_chunk: int) -> Mas
         raise TypeError(f"window_size must be (left, right), got {window_size!r} of type {type(window_size).__name__}")
     if len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size!r}")
-    left, right = window_size
-    return Mask(causal=bool(causal), left=left, right=right, chunk=attention_chunk or None)
+    return _remembered_mask(bool(causal), *window_size, attention_chunk or None)
+
+
+@functools.lru_cache(maxsize=256)
+def _remembered_mask(causal: bool, left: int | None, right: int | None, chunk: int | None) -> Mask:
+    return Mask(causal=causal, left=left, right=right, chunk=chunk)
 
 
 def _scale(q: Tensor, qv: Tensor | None, softmax_scale: float | None) -> float:
@@ -111,16 +116,26 @@ def flash_attn_func(
     Returns out, with return_attn_probs (out, lse): lse float32 (batch, heads_q, seqlen_q).
     """
     check_tensors(q=q, k=k, v=v)
-    arguments = Arguments(
-        q,
-        k,
-        v,
-        qv=qv,
-        sink=_sink(s_aux, sinks),
-        deterministic=deterministic,
-        **_scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale),
-        **options(_mask(causal, window_size, attention_chunk), _scale(q, qv, softmax_scale), softcap),
+    mask, sink, scales = (
+        _mask(causal, window_size, attention_chunk),
+        _sink(s_aux, sinks),
+        _scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale),
     )
+    if qv is None and not any(scale is not None for scale in scales.values()):
+        result = attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=softmax_scale,
+            softcap=softcap,
+            sink=sink,
+            return_lse=return_attn_probs,
+            deterministic=deterministic,
+        )
+        return _deliver(result, out)
+    numbers = options(mask, _scale(q, qv, softmax_scale), softcap)
+    arguments = Arguments(q, k, v, qv=qv, sink=sink, deterministic=deterministic, **scales, **numbers)
     return _deliver(run(arguments, return_attn_probs), out)
 
 

@@ -52,7 +52,7 @@ def run(options: Options, progress: Progress) -> ChatResult:
     path = picture.draw(panels(len(longest)), options.output / "blocks.png")
     return ChatResult(
         model=NAME,
-        device=device_name(options.device),
+        device=device_name(options),
         dtype=str(options.dtype).removeprefix("torch."),
         backend=backend,
         answers=answer_rows(chat, ours, reference),

@@ -61,7 +61,7 @@ def run(options: Options, progress: Progress) -> EmbedResult:
     limit = measure.allowed(by_name[THEIRS].largest_difference, embeddings[REFERENCE].abs().max().item(), options.dtype)
     return EmbedResult(
         model=NAME,
-        device=device_name(options.device),
+        device=device_name(options),
         dtype=str(options.dtype).removeprefix("torch."),
         backend=backend,
         sentences=list(sentences),

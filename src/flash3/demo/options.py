@@ -24,14 +24,17 @@ class Options:
     dtype: torch.dtype
     device: torch.device
     output: Path
+    note: str = ""  # why a GPU that is there does not run it
 
 
 def settle(prompts: list[str], tokens: int, backend: str | None, dtype: str | None, output: Path) -> Options:
-    """A GPU if there is one (and the CPU backend was not asked for); float32 on a CPU, float16 on a GPU.
+    """A GPU if there is one that a backend serves (and the CPU backend was not asked for); float32 on a CPU, float16 on a GPU.
 
     float16 and not bfloat16: both halve the bytes, and float16 rounds eight times finer, so that equal tokens mean more.
     """
     on_gpu = torch.cuda.is_available() and backend != "cpu"
+    note = refusals(dtype or "float16") if on_gpu and backend is None else ""
+    on_gpu = on_gpu and not note
     return Options(
         prompts=tuple(prompts),
         tokens=tokens,
@@ -39,7 +42,16 @@ def settle(prompts: list[str], tokens: int, backend: str | None, dtype: str | No
         dtype=getattr(torch, dtype or ("float16" if on_gpu else "float32")),
         device=torch.device("cuda" if on_gpu else "cpu"),
         output=output,
+        note=note,
     )
+
+
+def refusals(dtype: str) -> str:
+    """Why no backend serves the GPU, "" when one does."""
+    q = torch.empty(1, 16, 2, 64, dtype=getattr(torch, dtype), device="cuda")
+    found = flash3.explain(q, q, q)
+    reasons = "; ".join(f"{name}: {getattr(answer, 'reason', 'yes')}" for name, answer in found.answers)
+    return "" if found.backend else f"{torch.cuda.get_device_name()} is not served ({reasons})"
 
 
 def serving_backend(options: Options, heads_q: int, heads_kv: int, head_dim: int, mask: flash3.Mask) -> str:
@@ -61,11 +73,11 @@ def serving_backend(options: Options, heads_q: int, heads_kv: int, head_dim: int
     return found.backend
 
 
-def device_name(device: torch.device) -> str:
+def device_name(options: Options) -> str:
     """For the tables."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    if options.device.type == "cuda":
+        return torch.cuda.get_device_name(options.device)
+    return f"CPU, {torch.get_num_threads()} threads" + (f"; {options.note}" if options.note else "")
 
 
 class Progress(Protocol):
