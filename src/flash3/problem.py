@@ -191,6 +191,7 @@ class Problem:
         check_options(request.mask, request.scale, request.softcap)
         r = request.map_tensors(info)
         _check_tensors(r)
+        _check_range(r)
         batch = _check_layouts(r)
         _check_extras(r, batch)
         spec, sizes = _spec(r), _sizes(r, batch)
@@ -224,6 +225,20 @@ def check_options(mask: Any, scale: Any, softcap: Any) -> None:
             raise ValueError(f"{name} must be finite, got {value}")
     if softcap < 0:
         raise ValueError(f"softcap must be >= 0 (0 is off), got {softcap}")
+
+
+FLOAT32_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
+"""Smallest normal and largest float32: below float64, scores are computed in it."""
+
+
+def _check_range(r: Request) -> None:
+    if r.q.dtype is DType.FP64:
+        return
+    smallest, largest = FLOAT32_RANGE
+    if abs(default_scale(r)) > largest:
+        raise ValueError(f"scale must be within ±{largest:.3g} (float32), got {r.scale}")
+    if r.softcap and not smallest <= r.softcap <= largest:
+        raise ValueError(f"softcap must be 0 (off) or from {smallest:.3g} to {largest:.3g} (float32), got {r.softcap}")
 
 
 def _is_finite(value: Any) -> bool:

@@ -364,3 +364,9 @@ def test_a_backend_that_cannot():
     explained = flash3.explain(**meta)
     with pytest.raises(NotImplementedError, match=r"no backend supports this call \(.*cpu: its tensors must be on the CPU.*\)"):
         dispatch.choose(explained.problem)
+
+
+@pytest.mark.parametrize("name", ["page_table", "batch_index", "leftpad"])
+def test_explain_of_a_cache_needs_its_lengths(name):
+    with pytest.raises(ValueError, match=f"{name} needs seqused_k"):
+        flash3.explain(**DENSE, **{name: torch.zeros(2, dtype=torch.int32)})

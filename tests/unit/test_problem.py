@@ -123,7 +123,7 @@ def test_emptiness_is_legal(request_: Request) -> None:
 
 def test_scale() -> None:
     assert default_scale(dense()) == 0.125
-    for scale in (0, -2.5, np.float32(0.5), 10**300):
+    for scale in (0, -2.5, np.float32(0.5), 3e38):
         assert Problem.of(dense(scale=scale)).sizes.scale == float(scale)
 
 
@@ -280,3 +280,13 @@ def test_values_of_both_layouts_are_checked() -> None:
         check_values(replace(good, k=tensor(2045, 2, 64)))
     with pytest.raises(ValueError, match="cu_seqlens_q ends at 1023, but q has only 1000 rows"):
         check_values(replace(good, q=tensor(1000, 4, 64)))
+
+
+@pytest.mark.parametrize("change", [{"scale": 1e39}, {"scale": -1e300}, {"softcap": 1e300}, {"softcap": 1e-45}])
+def test_numbers_beyond_float32(change: dict[str, float]) -> None:
+    """Scores of narrower types are computed in float32: there such a number would be inf or 0."""
+    name, value = next(iter(change.items()))
+    with pytest.raises(ValueError, match=rf"{name} must be .*float32.*{re.escape(str(value))}"):
+        Problem.of(dense(**change))
+    wide = {n: tensor(2, 5, 4, 64, dtype=DType.FP64) for n in ("q", "k", "v")}
+    assert Problem.of(dense(**wide, **change)).sizes.softcap == change.get("softcap", 0.0)

@@ -248,7 +248,7 @@ def explain(q: Tensor | Problem, k: Tensor | None = None, v: Tensor | None = Non
 
     Args:
         q, k, v: tensors, as for the attention functions, or a Problem alone.
-        keywords: those of `attention` and `attention_varlen`.
+        keywords: those of `attention` and `attention_varlen`. For a cache: seqused_k, its lengths, with page_table, batch_index, leftpad.
 
     Returns:
         An Explanation; print it.
@@ -262,6 +262,9 @@ def explain(q: Tensor | Problem, k: Tensor | None = None, v: Tensor | None = Non
             raise TypeError(f"explain(problem) takes only backend=…, got k={k!r}, v={v!r} and {', '.join(keywords) or 'no keywords'}")
         return dispatch.explain(q, backend)
     check_tensors(q=q, k=k, v=v)
+    for name in ("page_table", "batch_index", "leftpad"):
+        if keywords.get(name) is not None and keywords.get("seqused_k") is None:
+            raise ValueError(f"{name} needs seqused_k, the lengths of the cache's sequences")
     lse = keywords.pop("return_lse", False)
     chosen = options(keywords.pop("mask", None), keywords.pop("scale", None), keywords.pop("softcap", 0.0))
     for name in ("max_seqlen_q", "max_seqlen_k"):
