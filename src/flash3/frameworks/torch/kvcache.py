@@ -12,14 +12,14 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from ... import dispatch, sequences
+from ... import sequences
 from ...mask import FULL, Mask, MaskKind
-from ...problem import Problem, check_values
+from ...problem import check_values
 from ...sequences import Packed
 from ...settings import settings
-from .describe import describe
 from .functions import check_tensors, length_bound, options, run_without_gradient
 from .operators import Arguments
+from .plans import prepared
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,13 +238,13 @@ def _check_rotary(rotary: Rotary, new: NewTokens, q: Tensor, cache: KVCache) -> 
 
 def _check_before_writing(arguments: Arguments, cache: KVCache, new: NewTokens, rotary: Rotary | None) -> None:
     """Whatever the attention would refuse is refused before the cache is touched."""
-    problem = Problem.of(arguments.request(), describe)
-    dispatch.choose(problem, arguments.backend)
-    if problem.device.type != "cpu" and not settings.check_values:
+    request = arguments.request()
+    prepared(arguments, request)
+    if arguments.q.device.type != "cpu" and not settings.check_values:
         return
     if new.k is not None and new.cu_seqlens is not None:
         sequences.check_values("k_new", new.k.shape, Packed(cu_seqlens=new.cu_seqlens))
-    check_values(arguments.request())
+    check_values(request)
     for name, lengths in (("cache.lengths", cache.lengths), ("rotary.lengths", rotary.lengths if rotary else None)):
         if lengths is not None and any(n < 0 for n in lengths.tolist()):
             raise ValueError(f"{name} must be >= 0, got {lengths.tolist()}")
