@@ -6,7 +6,6 @@ turns it into the Request that the rest of the library speaks. Lengths are SymIn
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from ...problem import Request, Task, check_values
 from ...sequences import Dense, Packed, Padded, Paged, Sequences
 from ...settings import settings
 from .describe import DTYPES
-from .plans import prepared
+from .plans import prepared, undisturbed
 
 
 class Arguments(NamedTuple):
@@ -145,13 +144,6 @@ def backward_plan(arguments: Arguments, request: Request | None = None) -> Plan:
     return prepared(arguments, request or arguments.request(Task.BACKWARD, lse=True)).plan
 
 
-def _undisturbed(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Autocast stops here: a backend computes in the types that the request names."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
-
-
 def unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a call may leave the operators out: nothing traces, and no mode, subclass or transform wants to see them."""
     return (
@@ -186,7 +178,7 @@ def _attention_backward(
     dq, dk, dv, d_sink = _gradients_like(arguments, needs)
     wanted = [g if need else None for g, need in zip((dq, dk, dv, d_sink), needs, strict=True)]
     gradients = Gradients(d_out=_rows(d_out), d_lse=d_lse, dq=wanted[0], dk=wanted[1], dv=wanted[2], d_sink=wanted[3])
-    with _undisturbed(request.q.device):
+    with undisturbed(request.q.device):
         plan.run(request, Saved(out=out, lse=lse), gradients)
     return dq, dk, dv, d_sink
 

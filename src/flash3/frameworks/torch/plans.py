@@ -6,6 +6,7 @@ before and the same backend was chosen. Values (lengths, page tables) are no met
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,13 @@ MOST_PLANS = 4096
 """When so many different calls are remembered, all are forgotten: a program with ever new shapes must not grow without end."""
 
 
+def undisturbed(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Autocast stops here: a backend computes in the types that the request names."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A plan, and what its outputs look like."""
@@ -36,10 +44,7 @@ class Prepared:
         device = request.q.device
         out = torch.empty(self.out_shape, dtype=self.out_dtype, device=device)
         lse = None if self.lse_shape is None else torch.empty(self.lse_shape, dtype=torch.float32, device=device)
-        if torch.is_autocast_enabled(device.type):  # it stops here: a backend computes in the types that the request names
-            with torch.autocast(device.type, enabled=False):
-                self.plan.run(request, out, lse)
-        else:
+        with undisturbed(device):
             self.plan.run(request, out, lse)
         return out, lse
 
