@@ -114,11 +114,17 @@ def ready(candidates: dict[str, Callable[[], Run]], graph: bool) -> dict[str, Ru
     return runs
 
 
-def cell(d: int, causal: bool, s: int, a: argparse.Namespace, peers: dict[str, Any]) -> dict[str, Any]:
+def contenders(d: int, causal: bool, s: int, peers: dict[str, Any]) -> tuple[list[torch.Tensor], str, dict[str, Callable[[], Run]]]:
+    """A cell's inputs, the configuration that ours takes, and what prepares each kernel: the peers and ours."""
     q, k, v = inputs(s, d)
     chosen, run = ours(q, k, v, causal)
     makers: dict[str, Callable[[], Run]] = {n: (lambda p=p: p(q, k, v, causal)) for n, p in peers.items()}
     makers[OURS] = lambda: run
+    return [q, k, v], chosen, makers
+
+
+def cell(d: int, causal: bool, s: int, a: argparse.Namespace, peers: dict[str, Any]) -> dict[str, Any]:
+    (q, k, v), chosen, makers = contenders(d, causal, s, peers)
     kind = MaskKind.CAUSAL if causal else MaskKind.FULL
     for name, (spec, _) in CONFIGURATIONS.items():
         same = spec.mask_kind is kind and spec.qk_width == spec.v_width == d and spec == ForwardSpec(qk_width=d, v_width=d, mask_kind=kind)
@@ -141,10 +147,7 @@ def cell(d: int, causal: bool, s: int, a: argparse.Namespace, peers: dict[str, A
 
 def solo_cell(d: int, causal: bool, s: int, a: argparse.Namespace, peers: dict[str, Any]) -> dict[str, Any]:
     """Each kernel alone, twice, in both orders: the first third of each run lets power and clock settle."""
-    q, k, v = inputs(s, d)
-    chosen, run = ours(q, k, v, causal)
-    makers: dict[str, Callable[[], Run]] = {n: (lambda p=p: p(q, k, v, causal)) for n, p in peers.items()}
-    makers[OURS] = lambda: run
+    _, chosen, makers = contenders(d, causal, s, peers)
     runs = ready(makers, s <= GRAPHED_UP_TO)
     rates: dict[str, list[float]] = {n: [] for n in runs}
     for order in (list(runs), list(runs)[::-1]):

@@ -116,11 +116,8 @@ def flash_attn_func(
     Returns out, with return_attn_probs (out, lse): lse float32 (batch, heads_q, seqlen_q).
     """
     check_tensors(q=q, k=k, v=v)
-    mask, sink, scales = (
-        _mask(causal, window_size, attention_chunk),
-        _sink(s_aux, sinks),
-        _scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale),
-    )
+    mask, sink = _mask(causal, window_size, attention_chunk), _sink(s_aux, sinks)
+    scales = _scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale)
     if qv is None and not any(scale is not None for scale in scales.values()):
         result = attention(
             q,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import sequences
-from ...mask import FULL, Mask, MaskKind
+from ...mask import Mask
 from ...problem import check_values
 from ...sequences import Packed
 from ...settings import settings
@@ -183,21 +183,17 @@ def attend(arguments: Arguments, cache: KVCache, new: NewTokens, rotary: Rotary 
     k_new, v_new = new.k, new.v
     if rotary is not None and k_new is not None:
         start = cache.lengths if rotary.lengths is None else rotary.lengths
-        mask_kind = _mask_of(arguments).kind
-        arguments = arguments._replace(
-            q=rotate(arguments.q, rotary, positions(arguments.q, arguments.cu_seqlens_q, start, mask_kind is not MaskKind.FULL))
-        )
+        at = positions(arguments.q, arguments.cu_seqlens_q, start, _is_masked(arguments))
+        arguments = arguments._replace(q=rotate(arguments.q, rotary, at))
         k_new = rotate(k_new, rotary, positions(k_new, new.cu_seqlens, start, True))
     if k_new is not None and v_new is not None:
         append(cache.k, cache.v, k_new, v_new, cache.lengths, cache.batch_index, cache.page_table, new.cu_seqlens)
     return run_without_gradient(arguments, return_lse)
 
 
-def _mask_of(a: Arguments) -> Mask:
-    return Mask(causal=a.causal, left=a.left, right=a.right, chunk=a.chunk) if (a.causal, a.left, a.right, a.chunk) != _NO_MASK else FULL
-
-
-_NO_MASK = (False, None, None, None)
+def _is_masked(a: Arguments) -> bool:
+    """Under a mask queries have positions of their own; without one all stand at the first new token's (FlashAttention-3's rule)."""
+    return a.causal or any(width is not None for width in (a.left, a.right, a.chunk))
 
 
 def _check_cache(cache: KVCache) -> None:
@@ -252,7 +248,7 @@ def _check_before_writing(arguments: Arguments, cache: KVCache, new: NewTokens, 
     if rotary is not None:
         start = cache.lengths if rotary.lengths is None else rotary.lengths
         ends = start + new.lengths()
-        if _mask_of(arguments).kind is not MaskKind.FULL:  # then the queries advance too
+        if _is_masked(arguments):  # then the queries advance too
             ends = torch.maximum(ends, start + _lengths(arguments.q, arguments.cu_seqlens_q))
         last = max(ends.tolist(), default=0)
         if last > rotary.cos.shape[0]:
