@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from ...mask import MaskKind
 from . import budget
-from .tiles import WIDTHS, FirstBlock, ForwardSpec, Maximum, QuerySource, Rescale, Tiles, Turns
+from .tiles import ROWS_PER_CONSUMER, WIDTHS, FirstBlock, ForwardSpec, Maximum, QuerySource, Rescale, Tiles, Turns
 
 L2_FOR_KV_BYTES = 32 << 20
 """Half of the L2: what K and V of the heads that run side by side may take."""
@@ -21,8 +22,21 @@ def width_of(dim: int) -> int:
     return next(width for width in WIDTHS if width >= dim)
 
 
-def choose(spec: ForwardSpec, k_len: int) -> Tiles:
-    """Tiles for sequences of up to k_len keys."""
+def choose(spec: ForwardSpec, k_len: int, q_len: int | None = None) -> Tiles:
+    """Tiles for sequences of up to k_len keys and, where known, q_len queries."""
+    tiles = _for_keys(spec, k_len)
+    return tiles if q_len is None else replace(tiles, heads=shared_heads(spec, tiles.q, q_len))
+
+
+def shared_heads(spec: ForwardSpec, rows: int, q_len: int) -> int:
+    """How many query heads of a key head to put into tiles of so many rows: all that fit evenly where that saves an eighth of the tiles,
+    which is so for few queries only. Every tile then reads as many keys as before."""
+    most = math.gcd(spec.heads_per_kv, ROWS_PER_CONSUMER)
+    together, apart = -(-q_len * most // rows), -(-q_len // rows) * most
+    return most if 8 * together <= 7 * apart else 1
+
+
+def _for_keys(spec: ForwardSpec, k_len: int) -> Tiles:
     widest = max(spec.qk_width, spec.v_width)
     if widest <= 64:
         return _narrow(spec, k_len)
@@ -87,10 +101,10 @@ def _output_columns(spec: ForwardSpec) -> Iterator[int]:
             yield spec.v_width // parts
 
 
-def head_group(spec: ForwardSpec, k_len: int, heads: int) -> int:
-    """Query heads visited together. Full: one at a time, since its tiles already share K and V. Masked: as many as L2 holds."""
+def head_group(spec: ForwardSpec, tiles: Tiles, k_len: int, heads: int) -> int:
+    """Query heads, or groups of those that share a tile, visited together. Full: one at a time, since its tiles already share K and V. Masked: as many as L2 holds."""
     if spec.mask_kind is MaskKind.FULL:
         return 1
     per_kv_head = max(1, k_len * (spec.qk_width + spec.v_width) * spec.dtype.bytes)
     kv_heads = max(1, L2_FOR_KV_BYTES // per_kv_head)
-    return max(1, min(heads, LARGEST_HEAD_GROUP, kv_heads * spec.heads_per_kv))
+    return max(1, min(heads // tiles.heads, LARGEST_HEAD_GROUP, kv_heads * spec.heads_per_kv // tiles.heads))

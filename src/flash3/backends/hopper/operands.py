@@ -21,7 +21,7 @@ class Numbers(NamedTuple):
     q_offset: Int32  # position of query row 0, of the row that meets the last key when bottom_right is 1
     k_offset: Int32
     bottom_right: Int32  # 1: k_len - q_len of each sequence is added to q_offset
-    head_group: Int32  # heads visited together, so that their K and V stay in L2
+    head_group: Int32  # of Sizes.heads, how many are visited together, so that their K and V stay in L2
     multiprocessors: Int32
 
 
@@ -40,7 +40,7 @@ class Sizes:
 
     q_len: Int32  # of a dense sequence
     k_len: Int32
-    heads: Int32  # query heads
+    heads: Int32  # query heads, or groups of those that share a tile
     batch: Int32
     head_group: Int32
 
@@ -63,6 +63,7 @@ class Operands:
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo
     o: cpasync.TmaInfo
+    out: object  # O itself, where rows of no sequence are to be cleared; else None
     lse: object  # float32 tensor (batch, heads, q_len), packed (heads, rows); None where not asked for
     sink: object  # float32 tensor (heads,) or None
     counter: cute.Tensor  # int32, 0 at launch and again at its end

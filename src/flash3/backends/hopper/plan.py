@@ -67,7 +67,7 @@ class HopperBackend:
         """
         spec = problem.spec
         base = launch.forward_spec(spec, problem.sizes.scale, _least(spec.q_sequences), _least(spec.k_sequences))
-        chosen = tiles or heuristics.choose(base, problem.sizes.k_len)
+        chosen = tiles or heuristics.choose(base, problem.sizes.k_len, problem.sizes.q_len)
         wrong = budget.problems(base, chosen)
         if wrong:
             raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
@@ -137,13 +137,15 @@ class Forward:
         if request.k_sequences.kind is SequenceKind.PAGED:
             request = gathered(request)
         layouts = _layout(request.q_sequences), _layout(request.k_sequences)
-        if _leaves_rows(layouts[0]):
+        if self.nothing:  # but perhaps rows of no sequence
             _fill_empty(request, out, lse, sink=None)
-        if self.nothing:
             return
-        if self.no_keys:
+        if self.no_keys and layouts[0] == DENSE:
             _fill_empty(request, out, lse, sink=request.sink)
             return
+        if self.no_keys:  # TMA needs some storage, and only the device knows which rows are a sequence's
+            request = with_empty_keys(request, self.problem.sizes.batch)
+            layouts = layouts[0], _layout(request.k_sequences)
         prepared = self.ready.get(layouts)
         if prepared is None:
             prepared = self.ready[layouts] = self._prepare(*layouts)
@@ -185,6 +187,13 @@ def gathered(request: Request) -> Request:
     return replace(request, k=copy(request.k), v=copy(request.v), k_sequences=padded)
 
 
+def with_empty_keys(request: Request, batch: int) -> Request:
+    """A request without any key, its keys in padded storage of which every sequence uses nothing."""
+    k, v = (t.new_zeros(batch, 1, *t.shape[-2:]) for t in (request.k, request.v))
+    lengths = torch.zeros(batch, dtype=torch.int32, device=k.device)
+    return replace(request, k=k, v=v, k_sequences=Padded(lengths=lengths))
+
+
 def _layout(sequences: Sequences) -> SequenceLayout:
     match sequences:
         case Dense():
@@ -210,11 +219,6 @@ def _arrays(sequences: Sequences) -> tuple[Tensor | None, ...] | None:
         case Padded():
             return None, sequences.lengths, sequences.leftpad, sequences.batch_index
     return None
-
-
-def _leaves_rows(layout: SequenceLayout) -> bool:
-    """Whether storage may hold rows of no sequence, which no tile writes. (Packed storage may be longer than its last sequence.)"""
-    return layout.kind is not SequenceKind.DENSE
 
 
 def _fill_empty(request: Request, out: Tensor, lse: Tensor | None, sink: Tensor | None) -> None:

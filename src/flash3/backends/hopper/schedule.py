@@ -24,7 +24,7 @@ LANES = 32
 
 @dataclass
 class WorkTile:
-    """One tile of queries of one head."""
+    """One tile of queries of one head, or of as many as share a tile: `head` counts these groups."""
 
     q_block: Int32
     head: Int32
@@ -79,7 +79,7 @@ def search(
         mine = at.batch + lane
         q_blocks = Int32(0)
         if mine < sizes.batch:
-            q_blocks = (extent_of(arrays, spec.q_layout, mine, sizes.q_len).length + tiles.q - 1) // tiles.q
+            q_blocks = (extent_of(arrays, spec.q_layout, mine, sizes.q_len).length + tiles.queries - 1) // tiles.queries
         upto = q_blocks * sizes.heads  # becomes the number of tiles of sequences at.batch … mine
         for step in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(upto, 1 << step)
@@ -158,7 +158,7 @@ class Dispatcher:
         return self.q_blocks() * self.sizes.heads * self.sizes.batch
 
     def q_blocks(self) -> Int32:
-        return (self.sizes.q_len + self.tiles.q - 1) // self.tiles.q
+        return (self.sizes.q_len + self.tiles.queries - 1) // self.tiles.queries
 
     @cute.jit
     def tile_at(self, index: Int32):
