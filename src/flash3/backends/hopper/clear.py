@@ -28,7 +28,8 @@ def num_gaps(layout: SequenceLayout, batch):
     return batch + 1 if layout.used else 1
 
 
-def warps_per_gap(gaps, warps, maximum=max):
+def shares_of(gaps, warps, maximum=max):
+    """How many warps share a gap. Share number n is share n // gaps of gap n % gaps: every so many rows, beginning with that one."""
     return maximum(warps // gaps, 1)
 
 
@@ -51,7 +52,7 @@ def clear_gaps(ops: Operands, worker: Int32, workers: Int32, lane: Int32, spec: 
     layout = spec.q_layout
     batch, rows = ops.sizes.batch, ops.sizes.q_len
     gaps = num_gaps(layout, batch)
-    shares = warps_per_gap(gaps, workers, cutlass.max)
+    shares = shares_of(gaps, workers, cutlass.max)
     for share in cutlass.range(worker, gaps * shares, workers, unroll=1):
         row, begin, end = behind(ops.q_arrays, layout, share % gaps, batch, rows)
         first = share // gaps

@@ -269,7 +269,7 @@ class Forward:
         q, o = (rows_view(m, spec.q_layout, tiles.heads) for m in (mQ, mO))
         k, v = (rows_view(m, spec.k_layout) for m in (mK, mV))
         batch = self.batch(mQ, mK, q_arrays, k_arrays)
-        sizes = Sizes(mQ.shape[-3], mK.shape[-3], mQ.shape[-2] // tiles.heads, batch, numbers.head_group)
+        sizes = Sizes(mQ.shape[-3], mK.shape[-3], mQ.shape[-2] // tiles.heads, batch, numbers.head_group, numbers.first_level)
         mask = MaskNumbers(numbers.left, numbers.right, numbers.chunk, numbers.q_offset, numbers.k_offset, numbers.bottom_right)
         ops = Operands(
             storage.tma_load(q, storage.q_layout(spec, tiles), (storage.query_rows(tiles, tiles.q), spec.qk_width)),
@@ -411,7 +411,7 @@ class Forward:
         users too: so it gets copies."""
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        start = Position(Int32(0), Int32(0))
+        start = Position(Int32(ops.sizes.first_level), Int32(0), Int32(0), Int32(0))
         arrays = replace(ops.q_arrays), replace(ops.k_arrays), replace(ops.sizes)
         nothing = Follower.create(box, None, self.spec).tile
         work = Dispatcher(nothing, Int32(0), start, box, producer, grid, lane, ops.counter, *arrays, self.spec, self.tiles)

@@ -101,10 +101,10 @@ def _output_columns(spec: ForwardSpec) -> Iterator[int]:
             yield spec.v_width // parts
 
 
-def head_group(spec: ForwardSpec, tiles: Tiles, k_len: int, heads: int) -> int:
-    """Query heads, or groups of those that share a tile, visited together. Full: one at a time, since its tiles already share K and V. Masked: as many as L2 holds."""
+def head_group(spec: ForwardSpec, k_len: int, heads: int) -> int:
+    """Query heads visited together. Full: one at a time, since its tiles already share K and V. Masked: as many as L2 holds."""
     if spec.mask_kind is MaskKind.FULL:
         return 1
     per_kv_head = max(1, k_len * (spec.qk_width + spec.v_width) * spec.dtype.bytes)
     kv_heads = max(1, L2_FOR_KV_BYTES // per_kv_head)
-    return max(1, min(heads // tiles.heads, LARGEST_HEAD_GROUP, kv_heads * spec.heads_per_kv // tiles.heads))
+    return max(1, min(heads, LARGEST_HEAD_GROUP, kv_heads * spec.heads_per_kv))

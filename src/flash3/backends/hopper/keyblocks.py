@@ -7,6 +7,7 @@ is their first.
 Plain arithmetic: tests run it on ints, kernels on Int32 with their own `minimum` and `maximum`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,12 @@ class KeyBlocks:
 def consumers_part(spec: ForwardSpec, tiles: Tiles) -> bool:
     """Whether each consumer walks its own blocks. With turns all walk the same ones, and without a mask they are the same."""
     return spec.mask_kind is not MaskKind.FULL and tiles.turns is Turns.FREE
+
+
+def level_of(k_len: Any, tiles: Tiles, maximum: Callable[..., Any] = max, bit_length: Callable[[Any], Any] = int.bit_length) -> Any:
+    """How long a sequence with queries is, in powers of two from 1: the bit length of its number of key blocks, which a tile costs at
+    most."""
+    return maximum(1, bit_length((k_len + tiles.kv - 1) // tiles.kv))
 
 
 @dataclass(frozen=True)

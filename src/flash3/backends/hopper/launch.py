@@ -7,6 +7,7 @@ import math
 from ...mask import Mask
 from ...problem import Sizes, Spec
 from . import heuristics
+from .keyblocks import level_of
 from .tiles import ForwardSpec, ScaleSign, SequenceLayout, Tiles
 
 LOG2_E = math.log2(math.e)
@@ -54,6 +55,7 @@ def numbers(spec: ForwardSpec, tiles: Tiles, sizes: Sizes, mask: Mask, multiproc
         bounds.q_offset,
         bounds.k_offset,
         int(mask.q_offset is None),
-        heuristics.head_group(spec, tiles, sizes.k_len, sizes.batch * sizes.heads_q),
+        max(1, heuristics.head_group(spec, sizes.k_len, sizes.batch * sizes.heads_q) // tiles.heads),
         multiprocessors,
+        level_of(sizes.k_len, tiles),
     )
