@@ -104,7 +104,8 @@ def _shared() -> None:
     spec, tiles = CONFIGURATIONS["64_window_sink"]
     packed = replace(spec, q_layout=PACKED, k_layout=PACKED)
     _add("64_window_packed_shared", packed, replace(heuristics.choose(packed, SHORT), heads=8))
-    padded = _spec(128, CAUSAL, q_layout=PADDED, k_layout=PADDED_LEFT, heads_per_kv=48, sink=True)
+    left = SequenceLayout(kind=SequenceKind.PADDED, leftpad=True)
+    padded = _spec(128, CAUSAL, q_layout=left, k_layout=PADDED_LEFT, heads_per_kv=48, sink=True)
     _add("128_causal_padded_shared", padded, replace(heuristics.choose(padded, LONG), heads=16))
 
 

@@ -43,7 +43,7 @@ from .matmul import issue, wait_matmuls
 from .operands import Arrays, MaskNumbers, Numbers, Operands, Sizes
 from .pipes import StagedLoad, StagedRead, tma_pipe, work_pipe
 from .queries import make_queries
-from .schedule import Dispatcher, Follower, Position, WorkTile
+from .schedule import Dispatcher, Follower, Position, WorkTile, is_ragged
 from .softmax import LOG2_E, OnlineSoftmax, ScoreMap, SteadySoftmax
 from .store import OutputStore
 from .tiles import ROWS_PER_CONSUMER, FirstBlock, ForwardSpec, Maximum, Overlap, Rescale, Tiles, Turns
@@ -269,7 +269,8 @@ class Forward:
         q, o = (rows_view(m, spec.q_layout, tiles.heads) for m in (mQ, mO))
         k, v = (rows_view(m, spec.k_layout) for m in (mK, mV))
         batch = self.batch(mQ, mK, q_arrays, k_arrays)
-        sizes = Sizes(mQ.shape[-3], mK.shape[-3], mQ.shape[-2] // tiles.heads, batch, numbers.head_group, numbers.first_level)
+        first_level = numbers.first_level if is_ragged(spec) else None
+        sizes = Sizes(mQ.shape[-3], mK.shape[-3], mQ.shape[-2] // tiles.heads, batch, numbers.head_group, first_level)
         mask = MaskNumbers(numbers.left, numbers.right, numbers.chunk, numbers.q_offset, numbers.k_offset, numbers.bottom_right)
         ops = Operands(
             storage.tma_load(q, storage.q_layout(spec, tiles), (storage.query_rows(tiles, tiles.q), spec.qk_width)),
@@ -411,7 +412,8 @@ class Forward:
         users too: so it gets copies."""
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        start = Position(Int32(ops.sizes.first_level), Int32(0), Int32(0), Int32(0))
+        level = ops.sizes.first_level if is_ragged(self.spec) else 0
+        start = Position(Int32(level), Int32(0), Int32(0), Int32(0))
         arrays = replace(ops.q_arrays), replace(ops.k_arrays), replace(ops.sizes)
         nothing = Follower.create(box, None, self.spec).tile
         work = Dispatcher(nothing, Int32(0), start, box, producer, grid, lane, ops.counter, *arrays, self.spec, self.tiles)
@@ -445,7 +447,7 @@ class Forward:
             softmax=softmax(stats(), stats(), stats(), Boolean(False), ops.scale_log2, spec, tiles),
             turn=turn(me, (me + 1) % tiles.consumers),
             mask=FragmentMask(
-                first_row // tiles.heads,
+                tiles.query_of(first_row),
                 2 * (lane % LANES_PER_ROW),
                 Int32(0),
                 ops.sizes.q_len,

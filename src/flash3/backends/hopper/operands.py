@@ -44,7 +44,7 @@ class Sizes:
     heads: Int32  # query heads, or groups of those that share a tile
     batch: Int32
     head_group: Int32
-    first_level: Int32
+    first_level: object  # of queries whose lengths only the device knows; else None
 
 
 @dataclass

@@ -100,7 +100,7 @@ class OutputStore:
     def write_lse(self, lse: cute.Tensor, tile: WorkTile, extent: Extent):
         if self.lane % LANES_PER_ROW == 0:
             for r in cutlass.range_constexpr(cute.size(lse)):
-                query = tile.q_block * self.tiles.queries + (self.first_row + ROW_STEP * r) // self.tiles.heads
+                query = tile.q_block * self.tiles.queries + self.tiles.query_of(self.first_row) + ROW_STEP // self.tiles.heads * r
                 head = self.head_of(tile, r)
                 if query < extent.length:
                     if const_expr(self.spec.q_layout.kind is SequenceKind.PACKED):

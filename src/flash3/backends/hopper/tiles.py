@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 from ...mask import MaskKind
 from ...problem import DType
@@ -141,6 +142,10 @@ class Tiles:
     def queries(self) -> int:
         """Of one head in a tile."""
         return self.q // self.heads
+
+    def query_of(self, row: Any) -> Any:
+        """The query, counted from the tile's first, of a row: an int or a kernel's Int32."""
+        return row if self.heads == 1 else row // self.heads
 
     @property
     def queries_per_consumer(self) -> int:
