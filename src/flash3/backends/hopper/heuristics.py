@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...mask import MaskKind
+from ...problem import Sizes
 from . import budget
+from .keyblocks import level_of
 from .tiles import ROWS_PER_CONSUMER, WIDTHS, FirstBlock, ForwardSpec, Maximum, QuerySource, Rescale, Tiles, Turns
 
 L2_FOR_KV_BYTES = 32 << 20
 """Half of the L2: what K and V of the heads that run side by side may take."""
 LARGEST_HEAD_GROUP = 16
+LEVELS_BELOW = 20
+"""Tiles per block of the grid."""
 MOST_STAGES = 4
 MOST_OUTPUT_PARTS = 4
 
@@ -45,7 +49,7 @@ def _for_keys(spec: ForwardSpec, k_len: int) -> Tiles:
         return tiles
     if spec.mask_kind is MaskKind.FULL:
         return replace(tiles, parts=2)
-    if k_len <= 2048 or (spec.mask_kind is MaskKind.CAUSAL and not spec.is_ragged):
+    if k_len <= 2048 or spec.mask_kind is MaskKind.CAUSAL:
         return replace(tiles, parts=2, first_block=FirstBlock.HALF)
     return replace(tiles, hold=37)
 
@@ -99,6 +103,14 @@ def _output_columns(spec: ForwardSpec) -> Iterator[int]:
     for parts in range(1, MOST_OUTPUT_PARTS + 1):
         if spec.v_width % (32 * parts) == 0:
             yield spec.v_width // parts
+
+
+def first_level(tiles: Tiles, sizes: Sizes, multiprocessors: int) -> int:
+    """keyblocks.level_of of the longest sequence, or 1, which puts all sequences into one level: the order of the batch. With many tiles for
+    each block that order is as good, and spares the walks."""
+    num_tiles = (sizes.total_q // tiles.queries + sizes.batch) * (sizes.heads_q // tiles.heads)
+    few = num_tiles < LEVELS_BELOW * multiprocessors * tiles.blocks_per_sm
+    return level_of(sizes.k_len, tiles) if few else 1
 
 
 def head_group(spec: ForwardSpec, k_len: int, heads: int) -> int:

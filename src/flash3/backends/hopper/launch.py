@@ -7,7 +7,6 @@ import math
 from ...mask import Mask
 from ...problem import Sizes, Spec
 from . import heuristics
-from .keyblocks import level_of
 from .tiles import ForwardSpec, ScaleSign, SequenceLayout, Tiles
 
 LOG2_E = math.log2(math.e)
@@ -57,5 +56,5 @@ def numbers(spec: ForwardSpec, tiles: Tiles, sizes: Sizes, mask: Mask, multiproc
         int(mask.q_offset is None),
         max(1, heuristics.head_group(spec, sizes.k_len, sizes.batch * sizes.heads_q) // tiles.heads),
         multiprocessors,
-        level_of(sizes.k_len, tiles),
+        heuristics.first_level(tiles, sizes, multiprocessors),
     )

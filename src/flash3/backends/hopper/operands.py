@@ -23,7 +23,7 @@ class Numbers(NamedTuple):
     bottom_right: Int32  # 1: k_len - q_len of each sequence is added to q_offset
     head_group: Int32  # of Sizes.heads, how many are visited together, so that their K and V stay in L2
     multiprocessors: Int32
-    first_level: Int32  # keyblocks.level_of of the longest sequence, which may be a bound
+    first_level: Int32  # heuristics.first_level
 
 
 class Arrays(NamedTuple):
