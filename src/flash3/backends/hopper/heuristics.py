@@ -106,8 +106,8 @@ def _output_columns(spec: ForwardSpec) -> Iterator[int]:
 
 
 def first_level(tiles: Tiles, sizes: Sizes, multiprocessors: int) -> int:
-    """keyblocks.level_of of the longest sequence, or 1, which puts all sequences into one level: the order of the batch. With many tiles for
-    each block that order is as good, and spares the walks."""
+    """keyblocks.level_of of the longest sequence, or 1, which puts all sequences into one level: the order of the batch. That is as good
+    where many tiles come to each block, and spares the walks."""
     num_tiles = (sizes.total_q // tiles.queries + sizes.batch) * (sizes.heads_q // tiles.heads)
     few = num_tiles < LEVELS_BELOW * multiprocessors * tiles.blocks_per_sm
     return level_of(sizes.k_len, tiles) if few else 1
