@@ -185,3 +185,13 @@ def test_a_request_without_keys() -> None:
     assert found.k.shape == (3, 1, 2, 16)
     assert found.v.shape == (3, 1, 2, 8)
     assert found.k_sequences.lengths.tolist() == [0, 0, 0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("heads", "levels"), [(1, True), (4, True), (8, False), (16, False)])
+def test_sequences_are_ordered_where_few_tiles_come_to_each_block(heads: int, levels: bool) -> None:
+    """64k tokens in 64 sequences, none longer than 8192: 64 blocks of 128 keys, seven bits."""
+    t, rows = info(65536, heads, 128), Packed(cu_seqlens=int32(65), max_length=8192)
+    p = Problem.of(Request(q=t, k=t, v=t, q_sequences=rows, k_sequences=rows, mask=Mask(causal=True)))
+    spec = launch.forward_spec(p.spec, p.sizes.scale, SequenceLayout(kind=rows.kind), SequenceLayout(kind=rows.kind))
+    numbers = launch.numbers(spec, HopperBackend().plan(p).tiles, p.sizes, p.mask, 132)
+    assert numbers[-1] == (7 if levels else 1)
