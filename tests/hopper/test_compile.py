@@ -32,7 +32,7 @@ INTERIOR = {
     "128_full_sink": 653,
     "128_full_negative": 653,
     "128_window": 565,
-    "128_causal_packed": 565,
+    "128_causal_packed": 657,
     "256_full": 504,
     "256_causal": 507,
 }
