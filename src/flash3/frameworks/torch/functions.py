@@ -63,7 +63,6 @@ class RememberedAttention(torch.autograd.Function):
         ctx.path = path
         ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
-        assert lse is not None
         return (out, lse) if path.return_lse else out
 
     @staticmethod
@@ -81,13 +80,13 @@ class RememberedAttention(torch.autograd.Function):
 class DifferentiablePath:
     """forward takes the tensors called names; rest is what else the call said."""
 
-    forward: recall.Forward
+    forward: recall.Path
     names: list[str]
     rest: Arguments
     return_lse: bool
 
     @staticmethod
-    def of(forward: recall.Forward, a: Arguments, return_lse: bool) -> recall.Path:
+    def of(forward: recall.Path, a: Arguments, return_lse: bool) -> recall.Path:
         names = [name for name, value in a._asdict().items() if isinstance(value, Tensor)]
         rest = a._replace(**dict.fromkeys(names))  # type: ignore[arg-type]
         return functools.partial(RememberedAttention.apply, DifferentiablePath(forward, names, rest, return_lse))
@@ -197,7 +196,7 @@ def attention(
         NotImplementedError: no backend supports the combination; the message lists each with its reason.
     """
     tensors, key = (q, k, v) if sink is None else (q, k, v, sink), None
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         key = recall.key_of(q, k, mask, scale, type(scale), softcap, type(softcap), return_lse, deterministic, backend, sink is None)
         path = recall.find(key, tensors)
         if path is not None:

@@ -28,6 +28,8 @@ from .operators import Arguments
 MOST_KEYS = 4096
 MOST_PATHS = 4
 """Of one key: calls of the same shapes and options on tensors of other strides, types, devices."""
+CHECKED_FOR_FREE = ("cpu",)
+"""Where lengths are checked at every call."""
 
 Key = tuple[Any, ...] | None
 Result = Tensor | tuple[Tensor, Tensor]
@@ -35,7 +37,12 @@ Path = Callable[..., Result]
 """What finishes a call: takes its tensors, returns what the public function does."""
 Allocate = Callable[[], Tensor]
 
-_paths: dict[tuple[Any, ...], tuple[tuple[Callable[..., bool], Path], ...]] = {}
+
+Guard = tuple[Callable[..., bool], list[int], list[tuple[int, int]]]
+"""Torch's guard, which takes each tensor once; at which places these stand; and (i, j) where tensor j is tensor i once more (k as v, one
+cu_seqlens for both sides)."""
+
+_paths: dict[tuple[Any, ...], tuple[tuple[Guard, Path], ...]] = {}
 
 
 def key_of(q: Tensor, k: Tensor, *said: Any) -> Key:
@@ -51,7 +58,7 @@ def key_of(q: Tensor, k: Tensor, *said: Any) -> Key:
 def keyed(name: str, given: tuple[Tensor | None, ...], *said: Any) -> tuple[Key, tuple[Tensor, ...]]:
     """Where a call with optional tensors is kept, and those that are given. While a program is traced, nowhere."""
     tensors = tuple([t for t in given if t is not None])
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None, tensors
     return key_of(given[0], given[1], name, *said, current("check_values"), *[t is None for t in given]), tensors  # type: ignore[arg-type]
 
@@ -63,9 +70,16 @@ def find(key: Key, tensors: tuple[Tensor, ...]) -> Path | None:
     except TypeError:  # what cannot be hashed is no option: the checks will refuse it by name
         return None
     if paths is not None and forward_ad._current_level < 0 and not torch._C._len_torch_function_stack():
-        for guard, path in paths:
-            if guard(*tensors):
-                return path
+        for (guard, firsts, repeats), path in paths:
+            if not repeats:
+                if guard(*tensors):
+                    return path
+            elif guard(*[tensors[i] for i in firsts]):
+                for i, j in repeats:
+                    if tensors[i] is not tensors[j]:
+                        break
+                else:
+                    return path
     return None
 
 
@@ -74,14 +88,13 @@ def remember(
 ) -> None:
     """Keep the path of a call that has passed every check, if it needs no copy on the way and no values are to be checked.
 
-    `differentiate(forward, a, return_lse)` makes the path of a call that wants a gradient; without it there is none.
+    `differentiate(forward, a, return_lse)` makes the path of a call that wants a gradient, from one that gives out and lse.
     """
-    if key is None or _paths.get(key) == () or not operators.unwatched(a.q, a.k, a.v) or any(t.stride(-1) != 1 for t in (a.q, a.k, a.v)):
+    if key is None or not operators.unwatched(a.q, a.k, a.v) or _paths.get(key) == () or any(t.stride(-1) != 1 for t in (a.q, a.k, a.v)):
         return
     wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
-    if (wants_gradient and differentiate is None) or not guard.check(*tensors):
+    guard = _guard(tensors)
+    if guard is None or (wants_gradient and differentiate is None):
         return
     if len(_paths) >= MOST_KEYS:
         _paths.clear()
@@ -89,23 +102,26 @@ def remember(
     if forward is None:
         _paths[key] = ()  # nor ask again
         return
-    path = differentiate(forward, a, return_lse) if wants_gradient and differentiate is not None else _without_gradient(forward, return_lse)
-    _paths[key] = ((guard.check, path), *_paths.get(key, ())[: MOST_PATHS - 1])
+    path = differentiate(forward, a, return_lse) if wants_gradient and differentiate is not None else forward
+    _paths[key] = ((guard, path), *_paths.get(key, ())[: MOST_PATHS - 1])
 
 
-Forward = Callable[..., tuple[Tensor, Tensor | None]]
-"""Takes a call's tensors, returns out and lse (None where the request has none)."""
+def _guard(tensors: tuple[Tensor, ...]) -> Guard | None:
+    """None: it does not know its own tensors again (one that requires a gradient, under no_grad)."""
+    place = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
+    firsts = sorted(place.values())
+    once = [tensors[i] for i in firsts]
+    sizes, strides = [list(t.shape) for t in once], [list(t.stride()) for t in once]
+    check = TensorGuards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
+    repeats = [(place[id(t)], j) for j, t in enumerate(tensors) if place[id(t)] != j]
+    return (check, firsts, repeats) if check(*once) else None
 
 
-def _without_gradient(forward: Forward, return_lse: bool) -> Path:
-    return forward if return_lse else lambda *tensors: forward(*tensors)[0]  # type: ignore[return-value]
-
-
-def _forward(a: Arguments, lse: bool) -> Forward | None:
-    """Allocate and launch. None: the backend has no way without a Request, or values are to be checked."""
+def _forward(a: Arguments, lse: bool) -> Path | None:
+    """Allocate and launch; gives out, or out and lse. None: the backend has no way without a Request, or values are to be checked."""
     request, device = a.request(Task.FORWARD, lse), a.q.device
     dense = request.q_sequences.kind is request.k_sequences.kind is SequenceKind.DENSE
-    if not dense and (device.type == "cpu" or current("check_values")):
+    if not dense and (device.type in CHECKED_FOR_FREE or current("check_values")):
         return None
     ready = plans.prepared(a, request)
     launch = None if ready.plan.prepare is None else ready.plan.prepare(request)
@@ -116,49 +132,51 @@ def _forward(a: Arguments, lse: bool) -> Forward | None:
     if not dense or a.sink is not None:
         return _with_arrays(launch, a, new_out, new_lse)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        out, lse = new_out(), None if new_lse is None else new_lse()
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Result:
+        out = new_out()
+        if new_lse is None:
+            launch(q, k, v, out, None, None, None, None)
+            return out
+        lse = new_lse()
         launch(q, k, v, out, lse, None, None, None)
         return out, lse
 
     return run
 
 
-def _by_request(ready: plans.Prepared, request: Request) -> Forward:
+def _by_request(ready: plans.Prepared, request: Request) -> Path:
     """Of a dense call. The fields but for the tensors, which belong to one call each, are filled in at once."""
     fields = {name: value for name, value in request.__dict__.items() if name not in ("q", "k", "v")}
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Result:
         again = object.__new__(Request)
         again.__dict__.update(fields, q=q, k=k, v=v)
-        return ready.run(again)
+        out, lse = ready.run(again)
+        return out if lse is None else (out, lse)
 
     return run
 
 
-def _with_arrays(launch: Callable[..., None], a: Arguments, new_out: Allocate, new_lse: Allocate | None) -> Forward:
-    """With a sink, or arrays: `places` says where each stands among a call's tensors, -1 is None."""
+def _with_arrays(launch: Callable[..., None], a: Arguments, new_out: Allocate, new_lse: Allocate | None) -> Path:
+    """With a sink, or arrays: `places` says where each stands among a call's tensors and None."""
     given = [name for name, value in zip(a._fields[: operators.TENSORS], a, strict=False) if value is not None]
 
-    def places(*names: str | None) -> list[int] | None:
-        found = [given.index(n) if n in given else -1 for n in names]
-        return None if set(found) == {-1} else found
+    def places(*names: str) -> list[int] | None:
+        found = [given.index(n) if n in given else len(given) for n in names]
+        return None if min(found) == len(given) else found
 
-    sink = places("sink")
-    q_places = places("cu_seqlens_q", "seqused_q", None, None)
+    (sink,) = places("sink") or [len(given)]
+    q_places = places("cu_seqlens_q", "seqused_q", "", "")
     k_places = places("cu_seqlens_k", "seqused_k", "leftpad", "batch_index")
 
-    def run(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+    def run(*tensors: Tensor) -> Result:
         q, k, v = tensors[:3]
-        all_ = (*tensors, None)
+        at = (*tensors, None)
+        q_arrays = None if q_places is None else tuple([at[i] for i in q_places])
+        k_arrays = None if k_places is None else tuple([at[i] for i in k_places])
         out, lse = new_out(), None if new_lse is None else new_lse()
-        launch(
-            *(q, k, v, out, lse),
-            None if sink is None else all_[sink[0]],
-            None if q_places is None else [all_[i] for i in q_places],
-            None if k_places is None else [all_[i] for i in k_places],
-        )
-        return out, lse
+        launch(q, k, v, out, lse, at[sink], q_arrays, k_arrays)
+        return out if lse is None else (out, lse)
 
     return run
 
