@@ -1,5 +1,6 @@
 """(ForwardSpec, Tiles) → machine code, without a tensor and without a GPU; and the compiled function of a key, from the cache."""
 
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -104,11 +105,21 @@ def source_hash() -> str:
     return text.hexdigest()
 
 
+def driver_version() -> int:
+    """The newest CUDA version that the driver knows (1000·major + 10·minor), 0 without a driver: the DSL picks its compiler by it."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
 def fingerprint() -> str:
     """What the code of a key depends on besides the key."""
     versions = [importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
     python = ".".join(map(str, sys.version_info[:2]))
-    return " ".join([source_hash(), *versions, python, platform.machine(), TARGET])
+    return " ".join([source_hash(), *versions, python, platform.machine(), f"driver {driver_version()}", TARGET])
 
 
 @functools.cache
