@@ -52,7 +52,7 @@ def _arrays(layout: SequenceLayout, batch) -> Arrays | None:
 
 
 def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
-    """The compiled function: f(q, k, v, out, lse, sink, counter, q_arrays, k_arrays, numbers), on the framework's current stream.
+    """The compiled function, to be exported: f(q, k, v, out, lse, sink, counter, q_arrays, k_arrays, numbers), on the framework's current stream.
 
     q_arrays and k_arrays are operands.Arrays (None: dense), numbers is operands.Numbers; None where the spec has nothing.
     """
@@ -80,6 +80,7 @@ def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
         numbers,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
+        no_jit_engine=True,  # nothing is called here: without it the DSL, on a GPU machine, generates and links host code once more
     )
 
 
