@@ -52,7 +52,9 @@ def _arrays(layout: SequenceLayout, batch) -> Arrays | None:
 
 
 def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
-    """The compiled function, to be exported: f(q, k, v, out, lse, sink, counter, q_arrays, k_arrays, numbers), on the framework's current stream.
+    """The compiled function, to be exported:
+
+    f(q, k, v, out, lse, sink, counter, q_arrays, k_arrays, numbers), on the framework's current stream.
 
     q_arrays and k_arrays are operands.Arrays (None: dense), numbers is operands.Numbers; None where the spec has nothing.
     """
