@@ -243,15 +243,15 @@ CALLS = {
     "flash_attn_with_kvcache": lambda: flash_attn_with_kvcache(HALF[0], *HALF[1:], cache_seqlens=LENGTHS),
 }
 STEPS = {
-    "attention": 30,
-    "attention with its LSE": 30,
-    "attention with a sink": 32,
-    "attention with a gradient": 45,
-    "attention_varlen": 45,
-    "attention_kvcache": 45,
-    "flash_attn_func": 40,
+    "attention": 28,
+    "attention with its LSE": 28,
+    "attention with a sink": 28,
+    "attention with a gradient": 31,
+    "attention_varlen": 44,
+    "attention_kvcache": 36,
+    "flash_attn_func": 38,
     "flash_attn_varlen_func": 55,
-    "flash_attn_with_kvcache": 55,
+    "flash_attn_with_kvcache": 48,
 }
 """Calls of Python and C functions that a repeated call may take, the kernel included: host time, as far as it can be counted."""
 
