@@ -23,6 +23,7 @@ from .frameworks.torch.kvcache import KVCache, NewTokens, Rotary, attend, over
 from .frameworks.torch.merging import merge
 from .frameworks.torch.operators import Arguments
 from .mask import MAX_POSITION, Mask
+from .settings import settings
 
 __all__ = [
     "flash_attn_combine",
@@ -315,13 +316,14 @@ def flash_attn_with_kvcache(
     """
     mask, sink, longest = _mask(causal, window_size, attention_chunk), _sink(s_aux, sinks), length_bound("max_seqlen_q", max_seqlen_q)
     tensors: tuple[Tensor, ...] = ()
-    key = None
+    said = None
     nothing_new = k is None and v is None and rotary_cos is None and rotary_sin is None and cu_seqlens_k_new is None
     if nothing_new and isinstance(cache_seqlens, Tensor) and _is_plain(q, qv, q_descale, k_descale, v_descale):
-        all_ = (q, k_cache, v_cache, sink, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table)
-        said = (mask, softmax_scale, type(softmax_scale), softcap, type(softcap), return_softmax_lse, longest)
-        key, tensors = recall.keyed("flash_attn_with_kvcache", all_, *said)
-        path = recall.find(key, tensors)
+        kinds = (q, k_cache, v_cache, sink, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table)
+        tensors = tuple([t for t in kinds if t is not None])
+        options_ = (mask, softmax_scale, type(softmax_scale), softcap, type(softcap), return_softmax_lse, longest)
+        said = recall.saying("flash_attn_with_kvcache", *options_, settings.check_values, *[t is None for t in kinds])
+        path = recall.find(said, tensors)
         if path is not None:
             return _with_empty_parts(_deliver(path(*tensors), out), q)
     given = {"k": k, "v": v, "qv": qv, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new, "page_table": page_table}
@@ -350,7 +352,7 @@ def flash_attn_with_kvcache(
     cache = KVCache(arguments.k, arguments.v, cache_seqlens, page_table=page_table, batch_index=cache_batch_idx, leftpad=cache_leftpad)
     new = NewTokens(None if k is None else k.detach(), None if v is None else v.detach(), cu_seqlens_k_new if k is not None else None)
     result = attend(arguments, cache, new, rotary, return_softmax_lse)
-    recall.remember(key, tensors, over(arguments, cache, cache_seqlens), return_softmax_lse)
+    recall.remember(said, tensors, over(arguments, cache, cache_seqlens), return_softmax_lse)
     return _with_empty_parts(_deliver(result, out), q)
 
 

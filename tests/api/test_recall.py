@@ -27,7 +27,7 @@ from tests.regressions.oracle import int32, random
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "_paths", {})
+    monkeypatch.setattr(recall, "_calls", {})
     monkeypatch.setattr(plans, "_plans", {})
 
 
@@ -135,6 +135,25 @@ def test_other_tensors_are_other_calls(recalled, device):
     assert not any(recalled)
 
 
+@pytest.mark.parametrize("wrong", [[1], None, "q", 3.0], ids=repr)
+def test_what_is_no_tensor_after_a_good_call(wrong, device):
+    good = _qkv(device)
+    flash3.attention(*good)
+    for i, name in enumerate("qkv"):
+        with pytest.raises(TypeError, match=f"{name} must be a torch"):
+            flash3.attention(*good[:i], wrong, *good[i + 1 :])
+
+
+def test_shapes_in_turn(recalled, device):
+    """One said the same of several shapes: each has its path."""
+    several = [_qkv(device, n=n) for n in (3, 9, 5)]
+    wanted = [flash3.attention(*x) for x in several]
+    for _ in range(2):
+        for x, y in zip(several, wanted, strict=True):
+            assert torch.equal(flash3.attention(*x), y)
+    assert recalled == [False] * 3 + [True] * 6
+
+
 def test_one_tensor_as_two_arguments(recalled, device):
     x = _qkv(device)[0]
     for tensors in ((x, x, x), (x, x.clone(), x), (x, x.clone(), x.clone())):
@@ -199,7 +218,12 @@ class Stub(hopper.HopperBackend):
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        super().__init__(lambda spec, tiles: lambda *arguments: self.calls.append(arguments))
+        super().__init__(lambda spec, tiles: self.kernel)
+
+    def kernel(self, *arguments: Any) -> None:
+        if (arguments[0].data_ptr() | arguments[1].data_ptr() | arguments[2].data_ptr()) % 16:
+            raise ValueError("expected data alignment=16 bytes")
+        self.calls.append(arguments)
 
     def support(self, problem: Any) -> Support | Refusal:
         return Support() if problem.spec.task is Task.FORWARD else CpuBackend().support(problem)
@@ -217,7 +241,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     monkeypatch.setattr(dispatch, "BACKENDS", {"stub": f"{module.__name__}:Stub"})
     dispatch.backend_named.cache_clear()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(hopper, "_counters", {(0, 0): torch.zeros(1, dtype=torch.int32)})
+    monkeypatch.setattr(hopper, "_counters", {0: {0: torch.zeros(1, dtype=torch.int32)}})
     monkeypatch.setattr(hopper, "packed", lambda numbers: numbers)
     monkeypatch.setattr(recall, "CHECKED_FOR_FREE", ())
     monkeypatch.setattr(operators, "backward_plan", lambda *a: None)
@@ -300,5 +324,18 @@ def test_a_misaligned_tensor_is_copied_on_the_short_way_too(stub, recalled):
     flash3.attention(*HALF)
     flash3.attention(storage[1:].view(HALF[0].shape), *HALF[1:])
     assert recalled == [False, True]
-    assert stub.calls[1][0].data_ptr() % 16 == 0
     assert stub.calls[1][0].data_ptr() != storage.data_ptr() + 2
+    assert stub.calls[1][1] is HALF[1]
+
+
+def test_what_a_kernel_refuses_otherwise(stub):
+    """Is told, not tried again."""
+
+    def refuses(*arguments: Any) -> None:
+        stub.calls.append(arguments)
+        raise ValueError("another reason")
+
+    stub.kernel = refuses
+    with pytest.raises(ValueError, match="another reason"):
+        flash3.attention(*HALF)
+    assert len(stub.calls) == 1

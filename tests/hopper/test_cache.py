@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flash3 import settings
 from flash3.backends.hopper import plan
@@ -44,6 +45,7 @@ def kernels_of(found: list[Request], monkeypatch: pytest.MonkeyPatch) -> set[tup
         return lambda *arguments: None
 
     monkeypatch.setattr(plan, "packed", lambda numbers: numbers)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
     backend = HopperBackend(kernel)
     for r in found:
         backend.plan(Problem.of(r)).prepare(r)  # type: ignore[misc]

@@ -156,16 +156,29 @@ class Forward:
         numbers = packed(launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors))
         straight = all(_straight(t.strides, t.dtype.bytes) for t in (p.q, p.k, p.v) if isinstance(t.dtype, DType))
         leaves_rows = _leaves_rows(q_layout)
-        device = p.device.index
+        device, current_stream = p.device.index, torch._C._cuda_getCurrentRawStream
+        counters = _counters.setdefault(device, {})
 
         def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sink: Any, q_arrays: Any, k_arrays: Any) -> None:
-            if not straight or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
-                q, k, v = _tma_ready(q), _tma_ready(k), _tma_ready(v)
             if leaves_rows:
                 _fill_empty(out, lse, sink=None)
-            kernel(q, k, v, out, lse, sink, counter(device), q_arrays, k_arrays, numbers)
+            stream = current_stream(device)
+            work = counters.get(stream)
+            if work is None or stream:
+                work = counter(device, stream)
+            try:
+                kernel(q, k, v, out, lse, sink, work, q_arrays, k_arrays, numbers)
+            except Exception:
+                # The compiled function refuses pointers and strides that TMA cannot take, before it launches: no need to look first.
+                ready = _tma_ready(q), _tma_ready(k), _tma_ready(v)
+                if all(a is b for a, b in zip(ready, (q, k, v), strict=True)):
+                    raise
+                kernel(*ready, out, lse, sink, work, q_arrays, k_arrays, numbers)
 
-        return run
+        def copying(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+            run(_tma_ready(q), _tma_ready(k), _tma_ready(v), *rest)
+
+        return run if straight else copying
 
 
 def _straight(strides: tuple[int, ...], element_bytes: int) -> bool:
@@ -234,7 +247,6 @@ def _fill_empty(out: Tensor, lse: Tensor | None, sink: Tensor | None) -> None:
 
 def _tma_ready(t: Tensor) -> Tensor:
     """As TMA can read it: a copy only where rows do not start at multiples of 16 bytes."""
-    t = t.detach()
     step = TMA_ALIGNMENT_BYTES // t.element_size()
     if t.data_ptr() % TMA_ALIGNMENT_BYTES or any(s % step and n > 1 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)):
         return t.clone(memory_format=torch.contiguous_format)
@@ -245,16 +257,16 @@ def _tma_ready(t: Tensor) -> Tensor:
     return t.as_strided(t.shape, (*strides, 1))
 
 
-_counters: dict[tuple[int, int], Tensor] = {}
+_counters: dict[int, dict[int, Tensor]] = {}
+"""By device and stream."""
 
 
-def counter(device: int) -> Tensor:
+def counter(device: int, stream: int) -> Tensor:
     """The work counter: 0 at every launch, and left at 0. One per stream, since launches of two streams may overlap; inside a graph
-    capture a new one, since graphs may be replayed on any stream."""
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    if stream and torch._C._cuda_isCurrentStreamCapturing():  # the default stream, 0, cannot capture
+    capture a new one, since graphs may be replayed on any stream. (The default stream, 0, cannot capture.)"""
+    if stream and torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
-    found = _counters.get((device, stream))
+    found = _counters[device].get(stream)
     if found is None:
-        found = _counters[device, stream] = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+        found = _counters[device][stream] = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
     return found

@@ -15,6 +15,7 @@ from ... import dispatch
 from ...dispatch import Explanation
 from ...mask import FULL, Mask
 from ...problem import Problem, check_differentiable, check_options
+from ...settings import current
 from . import operators, recall
 from .describe import DTYPES, describe
 from .operators import Arguments, mask_numbers
@@ -58,10 +59,10 @@ class RememberedAttention(torch.autograd.Function):
     """Attention, by a path that was remembered: takes the path and the tensors that are given."""
 
     @staticmethod
-    def forward(ctx: Any, path: DifferentiablePath, *tensors: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        out, lse = path.forward(*tensors)
+    def forward(ctx: Any, path: DifferentiablePath, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        out, lse = path.forward(q, k, v, *others)
         ctx.path = path
-        ctx.save_for_backward(out, lse, *tensors)
+        ctx.save_for_backward(out, lse, q, k, v, *others)
         ctx.set_materialize_grads(False)
         return (out, lse) if path.return_lse else out
 
@@ -197,16 +198,15 @@ def attention(
         TypeError, ValueError: an argument is wrong; the message names it, its value and what is allowed.
         NotImplementedError: no backend supports the combination; the message lists each with its reason.
     """
-    tensors, key = (q, k, v) if sink is None else (q, k, v, sink), None
-    if not torch.compiler.is_dynamo_compiling():
-        key = recall.key_of(q, k, mask, scale, type(scale), softcap, type(softcap), return_lse, deterministic, backend, sink is None)
-        path = recall.find(key, tensors)
-        if path is not None:
-            return path(*tensors)
+    tensors = (q, k, v) if sink is None else (q, k, v, sink)
+    said = recall.saying(mask, scale, type(scale), softcap, type(softcap), return_lse, deterministic, backend, sink is None)
+    path = recall.find(said, tensors)
+    if path is not None:
+        return path(*tensors)
     check_tensors(q=q, k=k, v=v)
     arguments = Arguments(q, k, v, sink=sink, deterministic=deterministic, backend=backend, **options(mask, scale, softcap))
     result = run(arguments, return_lse)
-    recall.remember(key, tensors, arguments, return_lse, DifferentiablePath.of)
+    recall.remember(said, tensors, arguments, return_lse, DifferentiablePath.of)
     return result
 
 
@@ -251,9 +251,11 @@ def attention_varlen(
         TypeError, ValueError, NotImplementedError: as in `attention`.
     """
     longest_q, longest_k = length_bound("max_seqlen_q", max_seqlen_q), length_bound("max_seqlen_k", max_seqlen_k)
-    said = (mask, scale, type(scale), softcap, type(softcap), return_lse, deterministic, backend, longest_q, longest_k)
-    key, tensors = recall.keyed("varlen", (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), *said)
-    path = recall.find(key, tensors)
+    given: Any = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    tensors = tuple([t for t in given if t is not None])
+    options_ = (mask, scale, type(scale), softcap, type(softcap), return_lse, deterministic, backend, longest_q, longest_k)
+    said = recall.saying("varlen", *options_, current("check_values"), *[t is None for t in given])
+    path = recall.find(said, tensors)
     if path is not None:
         return path(*tensors)
     check_tensors(q=q, k=k, v=v)
@@ -273,7 +275,7 @@ def attention_varlen(
         **options(mask, scale, softcap),
     )
     result = run(arguments, return_lse)
-    recall.remember(key, tensors, arguments, return_lse, DifferentiablePath.of)
+    recall.remember(said, tensors, arguments, return_lse, DifferentiablePath.of)
     return result
 
 

@@ -99,12 +99,13 @@ def attention_kvcache(
     """
     longest = length_bound("max_seqlen_q", max_seqlen_q)
     tensors: tuple[Tensor, ...] = ()
-    key = None
+    said = None
     if k_new is None and v_new is None and rotary is None and num_splits is None and isinstance(cache, KVCache):
         given = (q, cache.k, cache.v, sink, cu_seqlens_q, cache.lengths, cache.leftpad, cache.batch_index, cache.page_table)
-        said = (mask, scale, type(scale), softcap, type(softcap), return_lse, backend, longest)
-        key, tensors = recall.keyed("kvcache", given, *said)
-        path = recall.find(key, tensors)
+        tensors = tuple([t for t in given if t is not None])
+        options_ = (mask, scale, type(scale), softcap, type(softcap), return_lse, backend, longest)
+        said = recall.saying("kvcache", *options_, settings.check_values, *[t is None for t in given])
+        path = recall.find(said, tensors)
         if path is not None:
             return path(*tensors)
     _check_cache(cache)
@@ -129,7 +130,7 @@ def attention_kvcache(
     if num_splits is not None and num_splits < 0:
         raise ValueError(f"num_splits must be >= 0 or None, got {num_splits}")
     result = attend(arguments, cache, new, rotary, return_lse)
-    recall.remember(key, tensors, over(arguments, cache, cache.lengths), return_lse)
+    recall.remember(said, tensors, over(arguments, cache, cache.lengths), return_lse)
     return result
 
 

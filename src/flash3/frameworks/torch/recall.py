@@ -1,6 +1,6 @@
 """Eager calls like an earlier one go straight to their backend: without description, validation, dispatch or operator.
 
-A path is kept under what the caller said (shapes and options), behind a guard, one of torch's own that Dynamo uses. A guard compares every
+A path is kept under what the caller said, behind a guard, one of torch's own that Dynamo uses. A guard compares every
 tensor's type, dtype, device, sizes, strides, requires_grad and dispatch keys with those of the call that was remembered, in a third of a
 microsecond. The thread's state is in the keys: under autocast, inference mode, a transform of torch.func, jit.trace or a dispatch mode
 (fake tensors, export) a call does not match one that was made without. So whatever `Problem.of` looks at is the same, and nothing watches.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,96 +28,126 @@ from ...settings import current
 from . import operators, plans
 from .operators import Arguments
 
-MOST_KEYS = 4096
-MOST_PATHS = 4
-"""Of one key: calls of the same shapes and options on tensors of other strides, types, devices."""
+MOST_SAID, MOST_SHAPES, MOST_PATHS = 256, 4096, 4
+"""How many different options are remembered, shapes for each of them, and paths for each shape (other strides, types, devices). A program
+with ever new ones must not grow without end."""
 CHECKED_FOR_FREE = ("cpu",)
 """Where lengths are checked at every call."""
 
-Key = tuple[Any, ...] | None
+Said = tuple[Any, ...] | None
 Result = Tensor | tuple[Tensor, Tensor]
 Path = Callable[..., Result]
 """What finishes a call: takes its tensors, returns what the public function does."""
 Allocate = Callable[[], Tensor]
+Guard = Callable[..., bool]
+"""Whether a call's tensors are like those of the one that was remembered."""
+Shapes = tuple[torch.Size, torch.Size]
 
 
-Guard = tuple[Callable[..., bool], list[int], list[tuple[int, int]]]
-"""Torch's guard, which takes each tensor once; at which places these stand; and (i, j) where tensor j is tensor i once more (k as v, one
-cu_seqlens for both sides)."""
+@dataclass
+class Calls:
+    """The paths of calls that said the same. The last one is tried first: layers alike follow each other."""
 
-_paths: dict[tuple[Any, ...], tuple[tuple[Guard, Path], ...]] = {}
-
-
-def key_of(q: Tensor, k: Tensor, *said: Any) -> Key:
-    """Under what a call is kept. `said` is everything else that the caller said, with the types of numbers: True equals 1.0, but is no
-    scale. None: these are no tensors with a shape, and the checks will say so. Another setting, registry or dispatcher is another key.
-    """
-    try:
-        return (q.shape, k.shape, is_grad_enabled(), current("backend"), dispatch.choose, len(dispatch.BACKENDS), *said)
-    except (AttributeError, RuntimeError):
-        return None
+    last: tuple[Guard, Path]  # one object, so that no thread sees a guard beside another's path
+    by_shape: dict[Shapes, list[tuple[Guard, Path]]]  # of q and k
 
 
-def keyed(name: str, given: tuple[Tensor | None, ...], *said: Any) -> tuple[Key, tuple[Tensor, ...]]:
-    """Where a call with optional tensors is kept, and those that are given. While a program is traced, nowhere."""
-    tensors = tuple([t for t in given if t is not None])
+_calls: dict[tuple[Any, ...], Calls] = {}
+
+
+def saying(*said: Any) -> Said:
+    """Under what a call is kept: what the caller said besides tensors, with the types of numbers: True equals 1.0, but is no scale. Another
+    setting, registry or dispatcher is another call. While a program is traced: nowhere."""
     if torch.compiler.is_dynamo_compiling():
-        return None, tensors
-    return key_of(given[0], given[1], name, *said, current("check_values"), *[t is None for t in given]), tensors  # type: ignore[arg-type]
+        return None
+    return (*said, is_grad_enabled(), current("backend"), dispatch.choose, len(dispatch.BACKENDS))
 
 
-def find(key: Key, tensors: tuple[Tensor, ...]) -> Path | None:
+def find(said: Said, tensors: tuple[Tensor, ...]) -> Path | None:
     """The path of an earlier call like this one. `tensors` are all that are given, in the order of `Arguments`."""
     try:
-        paths = None if key is None else _paths.get(key)
+        calls = None if said is None else _calls.get(said)
     except TypeError:  # what cannot be hashed is no option: the checks will refuse it by name
         return None
-    if paths is not None and forward_ad._current_level < 0 and not _len_torch_function_stack():
-        for (guard, firsts, repeats), path in paths:
-            if not repeats:
-                if guard(*tensors):
-                    return path
-            elif guard(*[tensors[i] for i in firsts]):
-                for i, j in repeats:
-                    if tensors[i] is not tensors[j]:
-                        break
-                else:
-                    return path
+    if calls is None or _len_torch_function_stack() or forward_ad._current_level >= 0:
+        return None
+    guard, path = calls.last
+    if guard(*tensors):
+        return path
+    try:
+        others = calls.by_shape.get((tensors[0].shape, tensors[1].shape), ())
+    except (AttributeError, RuntimeError, TypeError):  # no tensors, or none with a shape that can be hashed
+        return None
+    for guard, path in others:
+        if guard(*tensors):
+            calls.last = guard, path
+            return path
     return None
 
 
 def remember(
-    key: Key, tensors: tuple[Tensor, ...], a: Arguments, return_lse: bool, differentiate: Callable[..., Path] | None = None
+    said: Said, tensors: tuple[Tensor, ...], a: Arguments, return_lse: bool, differentiate: Callable[..., Path] | None = None
 ) -> None:
     """Keep the path of a call that has passed every check, if it needs no copy on the way and no values are to be checked.
 
     `differentiate(forward, a, return_lse)` makes the path of a call that wants a gradient, from one that gives out and lse.
     """
-    if key is None or not operators.unwatched(a.q, a.k, a.v) or _paths.get(key) == () or any(t.stride(-1) != 1 for t in (a.q, a.k, a.v)):
+    if said is None or not operators.unwatched(a.q, a.k, a.v) or any(t.stride(-1) != 1 for t in (a.q, a.k, a.v)):
         return
+    calls = _calls.get(said)
+    paths = [] if calls is None else calls.by_shape.get((a.q.shape, a.k.shape), [])
     wants_gradient = is_grad_enabled() and any(t.requires_grad for t in tensors)
     guard = _guard(tensors)
-    if guard is None or (wants_gradient and differentiate is None):
+    if guard is None or (wants_gradient and differentiate is None) or any(path is _refused for _, path in paths):
         return
-    if len(_paths) >= MOST_KEYS:
-        _paths.clear()
-    forward = _forward(a, return_lse or wants_gradient)
-    if forward is None:
-        _paths[key] = ()  # nor ask again
-        return
-    path = differentiate(forward, a, return_lse) if wants_gradient and differentiate is not None else forward
-    _paths[key] = ((guard, path), *_paths.get(key, ())[: MOST_PATHS - 1])
+    path = _forward(a, return_lse or wants_gradient)
+    if path is None:
+        guard, path = _nothing, _refused
+    elif wants_gradient and differentiate is not None:
+        path = differentiate(path, a, return_lse)
+    if calls is None:
+        if len(_calls) >= MOST_SAID:
+            _calls.clear()
+        calls = _calls[said] = Calls((guard, path), {})
+    elif path is not _refused:
+        calls.last = guard, path
+    if len(calls.by_shape) >= MOST_SHAPES:
+        calls.by_shape.clear()
+    calls.by_shape[a.q.shape, a.k.shape] = [(guard, path), *paths[: MOST_PATHS - 1]]
+
+
+def _nothing(*tensors: Tensor) -> bool:
+    """A guard that knows no tensors."""
+    return False
+
+
+def _refused(*tensors: Tensor) -> Result:
+    """Stands for the path of calls that have none: nobody asks for it again."""
+    raise AssertionError("no guard leads here")
 
 
 def _guard(tensors: tuple[Tensor, ...]) -> Guard | None:
-    """None: it does not know its own tensors again (one that requires a gradient, under no_grad)."""
+    """Whether tensors are like these. Torch's guard takes each tensor once: where one is two arguments (k as v, one cu_seqlens for both
+    sides), it is to be so again. None: torch's guard does not know its own tensors again (one that requires a gradient, under no_grad).
+    """
     place = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
     firsts = sorted(place.values())
     once = [tensors[i] for i in firsts]
     sizes, strides = [list(t.shape) for t in once], [list(t.stride()) for t in once]
     check = guards.TensorGuards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
     repeats = [(place[id(t)], j) for j, t in enumerate(tensors) if place[id(t)] != j]
-    return (check, firsts, repeats) if check(*once) else None
+    if not check(*once):
+        return None
+    if not repeats:
+        return check  # type: ignore[no-any-return]
+
+    def with_repeats(*others: Tensor) -> bool:
+        for i, j in repeats:
+            if others[i] is not others[j]:
+                return False
+        return check(*[others[i] for i in firsts])  # type: ignore[no-any-return]
+
+    return with_repeats
 
 
 def _forward(a: Arguments, lse: bool) -> Path | None:
@@ -131,7 +162,7 @@ def _forward(a: Arguments, lse: bool) -> Path | None:
         return _by_request(ready, request) if dense and a.sink is None else None
     new_out = _allocator(ready.out_shape, ready.out_dtype, device)
     new_lse = None if ready.lse_shape is None else _allocator(ready.lse_shape, torch.float32, device)
-    index, current_device = device.index, _current_device if device.type == "cuda" else lambda: None
+    index, current_device = (device.index, torch._C._cuda_getDevice) if device.type == "cuda" else (None, _no_device)
     pick = _picker(a)
 
     def dense_without_lse(q: Tensor, k: Tensor, v: Tensor) -> Result:
@@ -141,6 +172,13 @@ def _forward(a: Arguments, lse: bool) -> Path | None:
         launch(q, k, v, out, None, None, None, None)
         return out
 
+    def dense_with_lse(q: Tensor, k: Tensor, v: Tensor) -> Result:
+        if current_device() != index:
+            return _on(device, dense_with_lse, q, k, v)
+        out, lse = new_out(), new_lse()  # type: ignore[misc]
+        launch(q, k, v, out, lse, None, None, None)
+        return out, lse
+
     def any_other(*tensors: Tensor) -> Result:
         if current_device() != index:
             return _on(device, any_other, *tensors)
@@ -148,11 +186,13 @@ def _forward(a: Arguments, lse: bool) -> Path | None:
         launch(*tensors[:3], out, lse, *pick(tensors))
         return out if lse is None else (out, lse)
 
-    return dense_without_lse if dense and a.sink is None and new_lse is None else any_other
+    if not dense or a.sink is not None:
+        return any_other
+    return dense_without_lse if new_lse is None else dense_with_lse
 
 
-def _current_device() -> int:
-    return torch._C._cuda_getDevice()  # torch.cuda.current_device without its look at whether CUDA is up
+def _no_device() -> None:
+    """Stands where a GPU's index is asked for."""
 
 
 def _on(device: torch.device, path: Path, *tensors: Tensor) -> Result:
@@ -176,8 +216,6 @@ def _by_request(ready: plans.Prepared, request: Request) -> Path:
 def _picker(a: Arguments) -> Callable[[tuple[Tensor, ...]], tuple[Any, ...]]:
     """From the tensors of a call like this one: its sink, q_arrays and k_arrays."""
     given = [name for name, value in zip(a._fields[: operators.TENSORS], a, strict=False) if value is not None]
-    if given == ["q", "k", "v"]:
-        return lambda tensors: (None, None, None)
 
     def places(*names: str) -> list[int] | None:
         found = [given.index(n) if n in given else len(given) for n in names]
