@@ -1,0 +1,141 @@
+"""What the kernels share: where a sequence lies, its tiles in registers, and scores."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Rows(NamedTuple):
+    """A tensor (row, slot, head, column) as kernels see it; strides in elements. Packed storage has one row, pages are rows."""
+
+    start: Any
+    row_stride: Any
+    slot_stride: Any
+    head_stride: Any
+
+
+class Arrays(NamedTuple):
+    """A layout's arrays (`flash3.sequences`); those that it lacks are None. dense_length: of sequences that fill their rows."""
+
+    starts: Any
+    lengths: Any
+    leftpad: Any
+    batch_index: Any
+    page_table: Any
+    page_table_stride: Any
+    dense_length: Any
+
+
+class Extent(NamedTuple):
+    """Slots first … first + length − 1 of `row`. (With pages `row` is one of the page table.)"""
+
+    row: Any
+    first: Any
+    length: Any
+
+
+class Scales(NamedTuple):
+    """P = exp2(per_score · S − …); top · S is a score in natural units; S is tanh(capped · Q Kᵀ) where scores are capped."""
+
+    per_score: Any
+    top: Any
+    capped: Any
+
+
+class Parts(NamedTuple):
+    """What splits leave beside O: Rows of row_max, a pointer to row_sum (of the same strides), and strides from split to split."""
+
+    row_max: Any
+    row_sum: Any
+    row_stride: Any
+    out_stride: Any
+
+
+class Statistics(NamedTuple):
+    """What the backward knows of each query row: Rows of offset, pointers to factor and delta (of the same strides)."""
+
+    offset: Any
+    factor: Any
+    delta: Any
+
+
+@triton.jit
+def extent_of(arrays, batch):
+    """Where sequence `batch` lies."""
+    row = tl.cast(batch, tl.int64)
+    first = tl.full((), 0, tl.int32)
+    if arrays.starts is not None:
+        row = tl.full((), 0, tl.int64)
+        first = tl.load(arrays.starts + batch)
+        if arrays.lengths is not None:
+            length = tl.load(arrays.lengths + batch)
+        else:
+            length = tl.load(arrays.starts + batch + 1) - first
+    elif arrays.lengths is not None:
+        if arrays.leftpad is not None:
+            first = tl.load(arrays.leftpad + batch)
+        if arrays.batch_index is not None:
+            row = tl.load(arrays.batch_index + batch).to(tl.int64)
+        length = tl.maximum(tl.load(arrays.lengths + batch) - first, 0)
+    else:
+        length = tl.full((), arrays.dense_length, tl.int32)
+    return Extent(row, first, length)
+
+
+@triton.jit
+def load_block(x, arrays, own, head, first, exists, KIND: tl.constexpr, MASKED: tl.constexpr):
+    """Rows first … first + KIND.block − 1 of a sequence, (block, width). 0 past column KIND.dim, and where MASKED but not `exists`."""
+    local = tl.arange(0, KIND.block)
+    columns = tl.arange(0, KIND.width)
+    base = x.start + tl.cast(head, tl.int64) * x.head_stride
+    if KIND.page_size > 0:
+        slot = own.first + first + local
+        entry = arrays.page_table + own.row * arrays.page_table_stride + slot // KIND.page_size
+        page = tl.load(entry, mask=exists, other=0).to(tl.int64)
+        offsets = page * x.row_stride + (slot % KIND.page_size).to(tl.int64) * x.slot_stride
+    else:
+        base += own.row * x.row_stride + tl.cast(own.first + first, tl.int64) * x.slot_stride
+        offsets = local * x.slot_stride
+        if KIND.wide:
+            offsets = local.to(tl.int64) * x.slot_stride
+    pointers = base + offsets[:, None] + columns[None, :]
+    if MASKED and KIND.dim < KIND.width:
+        return tl.load(pointers, mask=exists[:, None] & (columns < KIND.dim)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(pointers, mask=exists[:, None], other=0.0)
+    elif KIND.dim < KIND.width:
+        return tl.load(pointers, mask=(columns < KIND.dim)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def tile_pointers(x, own, rows, heads, KIND: tl.constexpr):
+    """Pointers to a tile (rows, KIND.width) and where it exists. `heads` is one head or one for each row."""
+    columns = tl.arange(0, KIND.width)
+    offsets = row_offsets(x, own, rows, heads)
+    return x.start + offsets[:, None] + columns[None, :], (rows < own.length)[:, None] & (columns < KIND.dim)[None, :]
+
+
+@triton.jit
+def row_offsets(x, own, rows, heads):
+    """Where rows of a sequence begin, from x.start on."""
+    at = own.row * x.row_stride + (own.first + rows).to(tl.int64) * x.slot_stride
+    return at + tl.cast(heads, tl.int64) * x.head_stride
+
+
+@triton.jit
+def exponent(S, per_score, offset):
+    """per_score · S − offset with one rounding: however large both are, small differences between scores survive."""
+    return tl.fma(S, tl.full(S.shape, 1.0, tl.float32) * per_score, -offset + tl.zeros(S.shape, tl.float32))
+
+
+@triton.jit
+def tanh(x):
+    """To float32's relative precision: a series near 0, elsewhere 1 − 2 / (1 + e²ˣ)."""
+    y = x * x
+    series = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, series, 1 - 2 / (1 + tl.exp2(x * (2 * LOG2_E))))
