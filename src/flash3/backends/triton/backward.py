@@ -1,6 +1,6 @@
 """Backward: FlashAttention-2, Algorithm 2, in three kernels without atomics: the same inputs always give the same bits.
 
-    prepare   for each row:                delta = rowsum(dO ∘ O) − dLSE, and P's exponent: P = factor · exp2(c·S − offset)
+    prepare   for each row:                delta = rowsum(dO ∘ O) − dLSE, and its LSE in two parts: P = exp2(c·(S − row_max) − log_sum)
     dkdv      for each block of keys:      for each tile of rows that sees it, of every query head of its key head:
                                            Pᵀ, dPᵀ = V dOᵀ;  dV += Pᵀ dO;  dSᵀ = Pᵀ ∘ (dPᵀ − delta) [∘ (1 − (S / softcap)²)];  dK += dSᵀ Q
     dq        for each tile of rows:       for each block of keys that it sees:   dQ += dS K
@@ -9,16 +9,16 @@ dK and dQ are multiplied by the scale at the end. Scores are computed twice: 7 m
 programs.
 
 The saved LSE is float32: beyond `coarse` its rounding would show in P (at 1e5 by 0.4 %). A tile of rows that reaches it makes its maxima and
-sums again, and what the offset's rounding takes comes back in `factor`. Only rows whose LSE they reproduce take them: in a ring the keys
-at hand are a part of the row's, and the saved LSE is that of all.
+sums again. Only rows whose LSE they reproduce take them: in a ring the keys at hand are a part of the row's, and the saved LSE is that of
+all. Every other row has row_max 0, and its LSE for log_sum.
 """
 
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, exponent, extent_of, load_block, row_offsets, tanh, tile_pointers
-from .forward import scores
-from .masking import blocks_of_keys, blocks_of_queries, seen_by, settled, step, walk
+from .blocks import LOG2_E, extent_of, load_block, row_offsets, tanh, tile_pointers
+from .forward import NUMBERS, scores
+from .masking import Bounds, blocks_of_keys, blocks_of_queries, seen_by, settled, step, walk
 
 SAME_LSE = tl.constexpr(2.0**-20)
 """How far two float32 LSEs of the same row may be apart, relatively: their rounding, and that of the scores by another order of sums."""
@@ -52,29 +52,49 @@ def row_statistics(q, k, at_k, own_q, own_k, head, rows, bounds, scales, SPEC: t
 
 
 @triton.jit
-def exact_exponent(lse, offset, row_max, row_sum, sink, scales, SPEC: tl.constexpr):
-    """offset and factor from a row's own maximum and sum, where these reproduce its LSE; else as they were."""
+def two_parts(lse, row_max, row_sum, sink, head, scales):
+    """row_max and log_sum, where these reproduce the LSE; else 0 and the LSE (log2)."""
     anchor = tl.where(row_sum > 0, row_max, 0.0)
-    top = anchor * scales.per_score
-    rounding = exponent(anchor, scales.per_score, top)  # row_sum is relative to anchor itself
+    top = anchor * scales.top
     total = row_sum
     if sink is not None:
-        total += tl.exp2(exponent(tl.zeros_like(lse) + sink, LOG2_E, top) - rounding)
-    log_sum = tl.log2(tl.where(total > 0, total, 1.0)) + rounding
-    again = top + log_sum
-    same = (row_sum > 0) & (tl.abs(again - offset) <= tl.abs(offset) * SAME_LSE)
-    rest = (top - again) + log_sum
-    return tl.where(same, again, offset), tl.where(same, tl.exp2(-rest), 1.0)
+        total += tl.exp2((tl.load(sink + head) - top) * LOG2_E)
+    log_sum = tl.log2(tl.where(total > 0, total, 1.0))
+    same = (row_sum > 0) & (tl.abs(top + log_sum / LOG2_E - lse) <= tl.abs(lse) * SAME_LSE)
+    return tl.where(same, anchor, 0.0), tl.where(same, log_sum, lse * LOG2_E)
 
 
-@triton.jit
-def prepare_kernel(q, k, out, d_out, lse, d_lse, sink, stats, at_q, at_k, bounds, scales, heads, blocks, coarse, SPEC: tl.constexpr):
-    """stats: Rows of offset, factor and delta. Rows without keys get the offset +inf: their P is 0, whatever their d_out holds."""
+@triton.jit(do_not_specialize=NUMBERS)
+def prepare_kernel(
+    q,
+    k,
+    out,
+    d_out,
+    lse,
+    d_lse,
+    sink,
+    stats,
+    at_q,
+    at_k,
+    q_len,
+    k_len,
+    left,
+    right,
+    chunk,
+    q_offset,
+    k_offset,
+    scales,
+    heads,
+    blocks,
+    coarse,
+    SPEC: tl.constexpr,
+):
+    """Fills stats. Rows without keys get the log_sum +inf: their P is 0."""
     OUTPUTS: tl.constexpr = SPEC.outputs
     block = tl.program_id(0) % blocks
     head = tl.program_id(0) // blocks % heads
     batch = tl.program_id(0) // blocks // heads
-    own_q, own_k = extent_of(at_q, batch), extent_of(at_k, batch)
+    own_q, own_k = extent_of(at_q, batch, q_len), extent_of(at_k, batch, k_len)
     if block * SPEC.queries.block >= own_q.length:
         return
     rows = block * SPEC.queries.block + tl.arange(0, SPEC.queries.block)
@@ -87,18 +107,16 @@ def prepare_kernel(q, k, out, d_out, lse, d_lse, sink, stats, at_q, at_k, bounds
         delta -= tl.load(d_lse.start + row_offsets(d_lse, own_q, rows, head), mask=exists, other=0.0)
     row_lse = tl.load(lse.start + row_offsets(lse, own_q, rows, head), mask=exists, other=-float("inf"))
     seen = row_lse > -float("inf")
-    offset = tl.where(seen, row_lse * LOG2_E, 0.0)
-    factor = tl.full((SPEC.queries.block,), 1.0, tl.float32)
-    if tl.max(tl.where(seen, tl.abs(row_lse), 0.0), 0) > coarse:
-        bounds = settled(bounds, own_q.length, own_k.length, SPEC)
-        row_max, row_sum = row_statistics(q, k, at_k, own_q, own_k, head, rows, bounds, scales, SPEC)
-        extra = None
-        if sink is not None:
-            extra = tl.load(sink + head)
-        offset, factor = exact_exponent(row_lse, offset, row_max, row_sum, extra, scales, SPEC)
-    at = row_offsets(stats.offset, own_q, rows, head)
-    tl.store(stats.offset.start + at, tl.where(seen, offset, float("inf")), mask=exists)
-    tl.store(stats.factor + at, factor, mask=exists)
+    row_lse = tl.where(seen, row_lse, 0.0)
+    row_max = tl.full((SPEC.queries.block,), 0.0, tl.float32)
+    log_sum = row_lse * LOG2_E
+    bounds = settled(Bounds(left, right, chunk, q_offset, k_offset), own_q.length, own_k.length, SPEC)
+    if tl.max(tl.abs(row_lse), 0) > coarse:
+        maxima, sums = row_statistics(q, k, at_k, own_q, own_k, head, rows, bounds, scales, SPEC)
+        row_max, log_sum = two_parts(row_lse, maxima, sums, sink, head, scales)
+    at = row_offsets(stats, own_q, rows, head)
+    tl.store(stats.start + at, row_max, mask=exists)
+    tl.store(stats.log_sum + at, tl.where(seen, log_sum, float("inf")), mask=exists)
     tl.store(stats.delta + at, tl.where(seen, delta, 0.0), mask=exists)
 
 
@@ -112,7 +130,9 @@ def through_softcap(dS, S, SPEC: tl.constexpr):
 
 
 @triton.jit
-def gather_dkdv(state, k, v, q, d_out, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC: tl.constexpr, MASKED: tl.constexpr):
+def gather_dkdv(
+    state, k, v, q, d_out, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC: tl.constexpr, MASKED: tl.constexpr
+):
     """One of the two loops over the tiles of rows of one query head; state is (dK, dV)."""
     QUERIES: tl.constexpr = SPEC.queries
     OUTPUTS: tl.constexpr = SPEC.outputs
@@ -121,21 +141,21 @@ def gather_dkdv(state, k, v, q, d_out, stats, own_q, head, at_q, walked, keys, k
     for i in tl.range(0, count):
         first = step(walked, i, MASKED) * SPEC.queries.block
         rows = first + tl.arange(0, SPEC.queries.block)
-        at = row_offsets(stats.offset, own_q, rows, head)
+        at = row_offsets(stats, own_q, rows, head)
         exists = rows < own_q.length
         Q = load_block(q, at_q, own_q, head, first, exists, QUERIES, MASKED)
         S = tl.dot(k, tl.trans(Q), input_precision=SPEC.precision)
         if SPEC.softcap:
             S = tanh(S * scales.capped)
         if MASKED:
-            offset = tl.load(stats.offset.start + at, mask=exists, other=float("inf"))
-            factor = tl.load(stats.factor + at, mask=exists, other=0.0)
+            row_max = tl.load(stats.start + at, mask=exists, other=0.0)
+            log_sum = tl.load(stats.log_sum + at, mask=exists, other=float("inf"))
             delta = tl.load(stats.delta + at, mask=exists, other=0.0)
         else:
-            offset = tl.load(stats.offset.start + at)
-            factor = tl.load(stats.factor + at)
+            row_max = tl.load(stats.start + at)
+            log_sum = tl.load(stats.log_sum + at)
             delta = tl.load(stats.delta + at)
-        P = tl.exp2(exponent(S, scales.per_score, offset[None, :])) * factor[None, :]
+        P = tl.exp2((S - row_max[None, :]) * scales.per_score - log_sum[None, :])
         if MASKED:
             begin, end = seen_by(rows, k_len, bounds, SPEC)
             P = tl.where((keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :]), P, 0.0)
@@ -148,19 +168,41 @@ def gather_dkdv(state, k, v, q, d_out, stats, own_q, head, at_q, walked, keys, k
     return dK, dV
 
 
-@triton.jit
-def dkdv_kernel(q, k, v, d_out, dk, dv, stats, at_q, at_k, bounds, scales, scale, heads_kv, blocks, SPEC: tl.constexpr):
+@triton.jit(do_not_specialize=NUMBERS)
+def dkdv_kernel(
+    q,
+    k,
+    v,
+    d_out,
+    dk,
+    dv,
+    stats,
+    at_q,
+    at_k,
+    q_len,
+    k_len,
+    left,
+    right,
+    chunk,
+    q_offset,
+    k_offset,
+    scales,
+    scale,
+    heads_kv,
+    blocks,
+    SPEC: tl.constexpr,
+):
     """Grid: blocks of keys of all key heads and sequences."""
     KEYS: tl.constexpr = SPEC.keys
     VALUES: tl.constexpr = SPEC.values
     block = tl.program_id(0) % blocks
     kv_head = tl.program_id(0) // blocks % heads_kv
     batch = tl.program_id(0) // blocks // heads_kv
-    own_q, own_k = extent_of(at_q, batch), extent_of(at_k, batch)
+    own_q, own_k = extent_of(at_q, batch, q_len), extent_of(at_k, batch, k_len)
     first = block * SPEC.keys.block
     if first >= own_k.length:
         return
-    bounds = settled(bounds, own_q.length, own_k.length, SPEC)
+    bounds = settled(Bounds(left, right, chunk, q_offset, k_offset), own_q.length, own_k.length, SPEC)
     keys = first + tl.arange(0, SPEC.keys.block)
     last = tl.minimum(first + SPEC.keys.block, own_k.length) - 1
     found = blocks_of_queries(first, last, own_q.length, bounds, SPEC)
@@ -183,7 +225,9 @@ def dkdv_kernel(q, k, v, d_out, dk, dv, stats, at_q, at_k, bounds, scales, scale
 
 
 @triton.jit
-def gather_dq(dQ, q, d_out, offset, delta, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC: tl.constexpr, MASKED: tl.constexpr):
+def gather_dq(
+    dQ, q, d_out, row_max, log_sum, delta, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC: tl.constexpr, MASKED: tl.constexpr
+):
     """One of the two loops over key blocks."""
     KEYS: tl.constexpr = SPEC.keys
     VALUES: tl.constexpr = SPEC.values
@@ -195,7 +239,7 @@ def gather_dq(dQ, q, d_out, offset, delta, k, v, at_k, own_k, kv_head, walked, s
         K = load_block(k, at_k, own_k, kv_head, first, exists, KEYS, MASKED)
         V = load_block(v, at_k, own_k, kv_head, first, exists, VALUES, MASKED)
         S = scores(q, K, scales, SPEC)
-        P = tl.exp2(exponent(S, scales.per_score, offset[:, None]))
+        P = tl.exp2((S - row_max[:, None]) * scales.per_score - log_sum[:, None])
         if MASKED:
             P = tl.where((key[None, :] >= sees[0][:, None]) & (key[None, :] < sees[1][:, None]), P, 0.0)
         dP = tl.dot(d_out, tl.trans(V), input_precision=SPEC.precision)
@@ -204,8 +248,29 @@ def gather_dq(dQ, q, d_out, offset, delta, k, v, at_k, own_k, kv_head, walked, s
     return dQ
 
 
-@triton.jit
-def dq_kernel(q, k, v, d_out, dq, stats, at_q, at_k, bounds, scales, scale, heads, blocks, SPEC: tl.constexpr):
+@triton.jit(do_not_specialize=NUMBERS)
+def dq_kernel(
+    q,
+    k,
+    v,
+    d_out,
+    dq,
+    stats,
+    at_q,
+    at_k,
+    q_len,
+    k_len,
+    left,
+    right,
+    chunk,
+    q_offset,
+    k_offset,
+    scales,
+    scale,
+    heads,
+    blocks,
+    SPEC: tl.constexpr,
+):
     """Grid: tiles of rows of all query heads and sequences."""
     QUERIES: tl.constexpr = SPEC.queries
     OUTPUTS: tl.constexpr = SPEC.outputs
@@ -214,26 +279,26 @@ def dq_kernel(q, k, v, d_out, dq, stats, at_q, at_k, bounds, scales, scale, head
     batch = tl.program_id(0) // blocks // heads
     if SPEC.mask.masked:
         block = blocks - 1 - block  # the longest first
-    own_q, own_k = extent_of(at_q, batch), extent_of(at_k, batch)
+    own_q, own_k = extent_of(at_q, batch, q_len), extent_of(at_k, batch, k_len)
     first_row = block * SPEC.queries.block
     if first_row >= own_q.length:
         return
     rows = first_row + tl.arange(0, SPEC.queries.block)
     exists = rows < own_q.length
-    bounds = settled(bounds, own_q.length, own_k.length, SPEC)
+    bounds = settled(Bounds(left, right, chunk, q_offset, k_offset), own_q.length, own_k.length, SPEC)
     last_row = tl.minimum(first_row + SPEC.queries.block, own_q.length) - 1
     found = blocks_of_keys(first_row, last_row, own_k.length, bounds, SPEC)
     walked = walk(found, found.begin, found.end)
-    at = row_offsets(stats.offset, own_q, rows, head)
-    offset = tl.load(stats.offset.start + at, mask=exists, other=float("inf"))
-    factor = tl.load(stats.factor + at, mask=exists, other=0.0)
+    at = row_offsets(stats, own_q, rows, head)
+    row_max = tl.load(stats.start + at, mask=exists, other=0.0)
+    log_sum = tl.load(stats.log_sum + at, mask=exists, other=float("inf"))
     delta = tl.load(stats.delta + at, mask=exists, other=0.0)
     sees = seen_by(rows, own_k.length, bounds, SPEC)
     Q = load_block(q, at_q, own_q, head, first_row, exists, QUERIES, True)
     dO = load_block(d_out, at_q, own_q, head, first_row, exists & (sees[0] < sees[1]), OUTPUTS, True)
     kv_head = head // SPEC.heads_per_kv
     dQ = tl.full((SPEC.queries.block, SPEC.queries.width), 0.0, tl.float32)
-    dQ = gather_dq(dQ, Q, dO, offset, delta, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
-    dQ = gather_dq(dQ, Q, dO, offset, delta, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC, False)
+    dQ = gather_dq(dQ, Q, dO, row_max, log_sum, delta, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
+    dQ = gather_dq(dQ, Q, dO, row_max, log_sum, delta, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC, False)
     pointers, stored = tile_pointers(dq, own_q, rows, head, QUERIES)
-    tl.store(pointers, (dQ * (factor * scale)[:, None]).to(dq.start.dtype.element_ty), mask=stored)
+    tl.store(pointers, (dQ * scale).to(dq.start.dtype.element_ty), mask=stored)

@@ -18,7 +18,7 @@ class Rows(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """A layout's arrays (`flash3.sequences`); those that it lacks are None. dense_length: of sequences that fill their rows."""
+    """A layout's arrays (`flash3.sequences`); those that it lacks are None."""
 
     starts: Any
     lengths: Any
@@ -26,7 +26,6 @@ class Arrays(NamedTuple):
     batch_index: Any
     page_table: Any
     page_table_stride: Any
-    dense_length: Any
 
 
 class Extent(NamedTuple):
@@ -38,7 +37,7 @@ class Extent(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """P = exp2(per_score · S − …); top · S is a score in natural units; S is tanh(capped · Q Kᵀ) where scores are capped."""
+    """P = exp2(per_score · (S − row_max) …); top · S is a score in natural units; S is tanh(capped · Q Kᵀ) where scores are capped."""
 
     per_score: Any
     top: Any
@@ -48,23 +47,29 @@ class Scales(NamedTuple):
 class Parts(NamedTuple):
     """What splits leave beside O: Rows of row_max, a pointer to row_sum (of the same strides), and strides from split to split."""
 
-    row_max: Any
-    row_sum: Any
+    start: Any
     row_stride: Any
+    slot_stride: Any
+    head_stride: Any
+    row_sum: Any
+    split_stride: Any
     out_stride: Any
 
 
 class Statistics(NamedTuple):
-    """What the backward knows of each query row: Rows of offset, pointers to factor and delta (of the same strides)."""
+    """What the backward knows of each query row: Rows of row_max, pointers to log_sum and delta (of the same strides)."""
 
-    offset: Any
-    factor: Any
+    start: Any
+    row_stride: Any
+    slot_stride: Any
+    head_stride: Any
+    log_sum: Any
     delta: Any
 
 
 @triton.jit
-def extent_of(arrays, batch):
-    """Where sequence `batch` lies."""
+def extent_of(arrays, batch, dense_length):
+    """Where sequence `batch` lies. dense_length: of sequences that fill their rows."""
     row = tl.cast(batch, tl.int64)
     first = tl.full((), 0, tl.int32)
     if arrays.starts is not None:
@@ -81,7 +86,7 @@ def extent_of(arrays, batch):
             row = tl.load(arrays.batch_index + batch).to(tl.int64)
         length = tl.maximum(tl.load(arrays.lengths + batch) - first, 0)
     else:
-        length = tl.full((), arrays.dense_length, tl.int32)
+        length = tl.full((), dense_length, tl.int32)
     return Extent(row, first, length)
 
 
@@ -125,12 +130,6 @@ def row_offsets(x, own, rows, heads):
     """Where rows of a sequence begin, from x.start on."""
     at = own.row * x.row_stride + (own.first + rows).to(tl.int64) * x.slot_stride
     return at + tl.cast(heads, tl.int64) * x.head_stride
-
-
-@triton.jit
-def exponent(S, per_score, offset):
-    """per_score · S − offset with one rounding: however large both are, small differences between scores survive."""
-    return tl.fma(S, tl.full(S.shape, 1.0, tl.float32) * per_score, -offset + tl.zeros(S.shape, tl.float32))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Forward: FlashAttention-2, Algorithm 1, one program to a tile of query rows.
 
     O = 0, row_sum = 0, row_max = −inf
-    for each block of keys that the tile sees:   S = Q Kᵀ;  row_max' = max(row_max, rowmax S);  P = exp2(c·S − c·row_max')
+    for each block of keys that the tile sees:   S = Q Kᵀ;  row_max' = max(row_max, rowmax S);  P = exp2(c·(S − row_max'))
                                                  alpha = exp2(c·(row_max − row_max'));  O = alpha·O + P V;  row_sum = alpha·row_sum + rowsum P
     out = O / row_sum;  lse = scale·row_max + log row_sum                           (c = scale · log2 e; a negative scale negates Q)
 
@@ -9,14 +9,18 @@ Blocks at the edges of the mask come first, then those that every row sees in fu
 there are few, the rows of all query heads of one key head (PACK of them), row-major. Where there are few tiles, several programs share
 one: each takes a part of its blocks and leaves O, row_max and row_sum, and `combine` merges them.
 
-row_max stays in units of S, where it is exact: the LSE of scores around ±1e5 is then as good as float32 allows, and P everywhere.
+row_max stays in units of S and is subtracted before anything is multiplied: softmax is then shift invariant at scores of any size. (One
+fused multiply-add instead would round c·row_max: at 1e5 every P of a row were off by 0.3 %, and no longer 1 where there is one key.)
 """
 
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, exponent, extent_of, load_block, row_offsets, tanh, tile_pointers
-from .masking import blocks_of_keys, seen_by, settled, step, walk
+from .blocks import LOG2_E, extent_of, load_block, row_offsets, tanh, tile_pointers
+from .masking import Bounds, blocks_of_keys, seen_by, settled, step, walk
+
+NUMBERS = ("q_len", "k_len", "left", "right", "chunk", "q_offset", "k_offset", "heads", "heads_kv", "blocks", "splits")
+"""Another value of these is no other kernel."""
 
 
 @triton.jit
@@ -26,16 +30,6 @@ def scores(q, k, scales, SPEC: tl.constexpr):
     if SPEC.softcap:
         S = tanh(S * scales.capped)
     return S
-
-
-@triton.jit
-def probabilities(S, old_max, new_max, per_score, SPEC: tl.constexpr):
-    """P relative to new_max, and alpha. In 16 bits with one instruction less, and relative to c·new_max rounded: the same for all of a row."""
-    if SPEC.fused:
-        shift = new_max * per_score
-        return tl.exp2(exponent(S, per_score, shift[:, None])), tl.exp2(old_max * per_score - shift)
-    else:
-        return tl.exp2((S - new_max[:, None]) * per_score), tl.exp2((old_max - new_max) * per_score)
 
 
 @triton.jit
@@ -56,7 +50,8 @@ def attend(state, q, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC: tl.
         anchor = new_max
         if MASKED:
             anchor = tl.where(new_max == -float("inf"), 0.0, new_max)
-        P, alpha = probabilities(S, row_max, anchor, scales.per_score, SPEC)
+        P = tl.exp2((S - anchor[:, None]) * scales.per_score)
+        alpha = tl.exp2((row_max - anchor) * scales.per_score)
         row_sum = row_sum * alpha + tl.sum(P, 1)
         values = load_block(v, at_k, own_k, kv_head, first, exists, VALUES, MASKED)
         O = tl.dot(P.to(values.dtype), values, O * alpha[:, None], input_precision=SPEC.precision)
@@ -81,8 +76,29 @@ def finish(row_max, row_sum, sink, scales):
     return tl.where(total > 0, highest + tl.log(some), -float("inf")), share / some
 
 
-@triton.jit
-def forward_kernel(q, k, v, out, lse, sink, parts, at_q, at_k, bounds, scales, heads, blocks, SPEC: tl.constexpr):
+@triton.jit(do_not_specialize=NUMBERS)
+def forward_kernel(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sink,
+    parts,
+    at_q,
+    at_k,
+    q_len,
+    k_len,
+    left,
+    right,
+    chunk,
+    q_offset,
+    k_offset,
+    scales,
+    heads,
+    blocks,
+    SPEC: tl.constexpr,
+):
     """Grid: (tiles of all heads and sequences, splits). heads: of query heads, PACK of them count as one. blocks: tiles of the longest
     sequence. parts: a Parts where keys are split; `out` then holds O of each split.
     """
@@ -93,7 +109,7 @@ def forward_kernel(q, k, v, out, lse, sink, parts, at_q, at_k, bounds, scales, h
     batch = tl.program_id(0) // blocks // heads
     if SPEC.mask.masked:
         block = blocks - 1 - block  # the longest first
-    own_q, own_k = extent_of(at_q, batch), extent_of(at_k, batch)
+    own_q, own_k = extent_of(at_q, batch, q_len), extent_of(at_k, batch, k_len)
     packed = block * SPEC.queries.block + tl.arange(0, SPEC.queries.block)
     rows, row_heads = packed // SPEC.pack, head * SPEC.pack + packed % SPEC.pack
     first_row = block * SPEC.queries.block // SPEC.pack
@@ -101,7 +117,7 @@ def forward_kernel(q, k, v, out, lse, sink, parts, at_q, at_k, bounds, scales, h
     if first_row >= own_q.length:
         return
     kv_head = head * SPEC.pack // SPEC.heads_per_kv
-    bounds = settled(bounds, own_q.length, own_k.length, SPEC)
+    bounds = settled(Bounds(left, right, chunk, q_offset, k_offset), own_q.length, own_k.length, SPEC)
     found = blocks_of_keys(first_row, tl.minimum(last_row, own_q.length - 1), own_k.length, bounds, SPEC)
     begin, end = found.begin, found.end
     if SPEC.split:
@@ -122,19 +138,14 @@ def forward_kernel(q, k, v, out, lse, sink, parts, at_q, at_k, bounds, scales, h
     state = attend(state, Q, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
     O, row_max, row_sum = attend(state, Q, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC, False)
 
-    rounding = tl.full((SPEC.queries.block,), 1.0, tl.float32)
-    if SPEC.fused:  # take out what rounding c·row_max put in, so that row_sum is relative to row_max itself
-        anchor = tl.where(row_max == -float("inf"), 0.0, row_max)
-        rounding = tl.exp2(-exponent(anchor, scales.per_score, anchor * scales.per_score))
-        row_sum = row_sum * rounding
     exists = rows < own_q.length
     pointers, stored = tile_pointers(out, own_q, rows, row_heads, OUTPUTS)
     if SPEC.split:
-        at = row_offsets(parts.row_max, own_q, rows, row_heads) + tl.program_id(1).to(tl.int64) * parts.row_stride
-        tl.store(parts.row_max.start + at, row_max, mask=exists)
+        at = row_offsets(parts, own_q, rows, row_heads) + tl.program_id(1).to(tl.int64) * parts.split_stride
+        tl.store(parts.start + at, row_max, mask=exists)
         tl.store(parts.row_sum + at, row_sum, mask=exists)
         pointers += tl.program_id(1).to(tl.int64) * parts.out_stride
-        tl.store(pointers, O * rounding[:, None], mask=stored)
+        tl.store(pointers, O, mask=stored)
     else:
         extra = None
         if sink is not None:
@@ -142,22 +153,22 @@ def forward_kernel(q, k, v, out, lse, sink, parts, at_q, at_k, bounds, scales, h
         row_lse, weight = finish(row_max, row_sum, extra, scales)
         if lse is not None:
             tl.store(lse.start + row_offsets(lse, own_q, rows, row_heads), row_lse, mask=exists)
-        tl.store(pointers, (O * (rounding * weight)[:, None]).to(out.start.dtype.element_ty), mask=stored)
+        tl.store(pointers, (O * weight[:, None]).to(out.start.dtype.element_ty), mask=stored)
 
 
-@triton.jit
-def combine_kernel(part, parts, out, lse, sink, at_q, scales, heads, rows, splits, SPEC: tl.constexpr):
+@triton.jit(do_not_specialize=NUMBERS)
+def combine_kernel(part, parts, out, lse, sink, at_q, q_len, scales, heads, splits, SPEC: tl.constexpr):
     """Merge what the splits of each row left; part: Rows of their O. Grid: rows of the longest sequence × heads × sequences."""
-    row = tl.program_id(0) % rows
-    head = tl.program_id(0) // rows % heads
-    own = extent_of(at_q, tl.program_id(0) // rows // heads)
+    row = tl.program_id(0) % q_len
+    head = tl.program_id(0) // q_len % heads
+    own = extent_of(at_q, tl.program_id(0) // q_len // heads, q_len)
     if row >= own.length:
         return
     split = tl.arange(0, SPEC.most_splits)
     columns = tl.arange(0, SPEC.values.width)
     stored = columns < SPEC.values.dim
-    where = row_offsets(parts.row_max, own, row, head) + split.to(tl.int64) * parts.row_stride
-    row_max = tl.load(parts.row_max.start + where, mask=split < splits, other=-float("inf"))
+    where = row_offsets(parts, own, row, head) + split.to(tl.int64) * parts.split_stride
+    row_max = tl.load(parts.start + where, mask=split < splits, other=-float("inf"))
     row_sum = tl.load(parts.row_sum + where, mask=split < splits, other=0.0)
     pointers = part.start + row_offsets(part, own, row, head) + (split.to(tl.int64) * parts.out_stride)[:, None] + columns[None, :]
     O = tl.load(pointers, mask=(split < splits)[:, None] & stored[None, :], other=0.0)

@@ -9,6 +9,8 @@ SHARED_MEMORY_KB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3)
 """What one program may use; every other GPU from Ampere on has at least SMALLEST_KB."""
 SMALLEST_KB = 99
 SMALLEST_WIDTH = 16
+INTERPRETED = Tiles(32, 16, 1, 1)
+"""Small, so that small cases have edges and interiors."""
 FEW_ROWS = 64
 """So many rows of one key head are one tile."""
 MOST_SPLITS = 128

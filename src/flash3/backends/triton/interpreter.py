@@ -8,8 +8,8 @@ from triton.runtime import interpreter
 
 @functools.cache
 def repair():
-    """Loop bounds under NumPy 2.4 and later, which refuses int() of a one-element array; a fma that rounds once, as a GPU's does; and
-    products of bfloat16 matrices, which the interpreter takes for integers.
+    """Loop bounds under NumPy 2.4 and later, which refuses int() of a one-element array, and products of bfloat16 matrices, which the
+    interpreter takes for integers.
     """
     patch = interpreter._patch_lang_tensor
 
@@ -18,13 +18,7 @@ def repair():
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
-    interpreter.InterpreterBuilder.create_fma = _fused
     interpreter.InterpreterBuilder.create_dot = _dot
-
-
-def _fused(builder, x, y, z):
-    exact = x.data.astype(np.float64) * y.data + z.data  # a product of two float32 fits float64
-    return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
 
 def _dot(builder, a, b, d, input_precision, max_num_imprecise_acc):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ...mask import Mask
 from ...problem import DType, Problem
 from ...sequences import Dense, Packed, Padded, Paged, Sequences
 from . import heuristics
 from .blocks import Arrays, Rows, Scales
-from .masking import Bounds
 from .tiles import Block, KernelSpec, MaskCode, Tiles
 
 LOG2_E = math.log2(math.e)
@@ -34,23 +32,23 @@ def lse_rows(x: Any, layout: Sequences) -> Rows:
     return Rows(x, row, slot, head)
 
 
-def arrays_of(layout: Sequences, dense_length: int) -> Arrays:
+def arrays_of(layout: Sequences) -> Arrays:
     match layout:
         case Packed():
-            return Arrays(layout.cu_seqlens, layout.used, None, None, None, 0, 0)
+            return Arrays(layout.cu_seqlens, layout.used, None, None, None, 0)
         case Padded():
-            return Arrays(None, layout.lengths, layout.leftpad, layout.batch_index, None, 0, 0)
+            return Arrays(None, layout.lengths, layout.leftpad, layout.batch_index, None, 0)
         case Paged():
             table = layout.page_table
-            return Arrays(None, layout.lengths, layout.leftpad, layout.batch_index, table, table.stride(0), 0)
+            return Arrays(None, layout.lengths, layout.leftpad, layout.batch_index, table, table.stride(0))
         case Dense():
-            return Arrays(None, None, None, None, None, 0, dense_length)
+            return Arrays(None, None, None, None, None, 0)
 
 
-def bounds_of(mask: Mask) -> Bounds:
-    """q_offset 0 stands for "the last query meets the last key" (MaskCode.ends_meet)."""
-    b = mask.bounds(0, 0)
-    return Bounds(b.left, b.right, b.chunk, b.q_offset, b.k_offset)
+def numbers_of(problem: Problem) -> tuple[int, ...]:
+    """Lengths of dense sequences, and the mask's numbers. q_offset 0 may stand for "the last query meets the last key" (MaskCode)."""
+    b = problem.mask.bounds(0, 0)
+    return problem.sizes.q_len, problem.sizes.k_len, b.left, b.right, b.chunk, b.q_offset, b.k_offset
 
 
 def softcap_of(problem: Problem) -> float:
@@ -92,7 +90,6 @@ def kernel_spec(problem: Problem, tiles: Tiles, sign: int, wide: bool, pack: int
         mask=MaskCode.of(problem.mask),
         heads_per_kv=spec.heads_per_kv,
         precision="ieee" if spec.dtype is DType.FP32 else "tf32",
-        fused=spec.dtype is not DType.FP32,
         softcap=softcap_of(problem) > 0,
         sign=sign,
         pack=pack,

@@ -110,6 +110,8 @@ class Forward:
         """Few rows to a key head are packed into one tile, few tiles share out their keys."""
         spec, z = problem.spec, problem.sizes
         capability, width = _capability(problem), _width(problem)
+        if tiles is None and interpreted():
+            tiles = heuristics.INTERPRETED
         chosen = tiles or heuristics.forward(capability, width, spec.dtype.bytes, problem.mask.kind)
         rows = z.q_len * spec.heads_per_kv
         pack = spec.heads_per_kv if z.q_len < chosen.rows and spec.heads_per_kv > 1 else 1
@@ -148,9 +150,9 @@ class Forward:
             None if lse is None else launch.lse_rows(lse, at),
             request.sink,
             parts,
-            launch.arrays_of(at, z.q_len),
-            launch.arrays_of(request.k_sequences, z.k_len),
-            launch.bounds_of(p.mask),
+            launch.arrays_of(at),
+            launch.arrays_of(request.k_sequences),
+            *launch.numbers_of(p),
             scales,
             heads,
             blocks,
@@ -168,7 +170,7 @@ class Forward:
         z, at = self.problem.sizes, request.q_sequences
         O = out.new_empty((self.splits, *out.shape), dtype=torch.float32)
         row_max, row_sum = out.new_empty((2, self.splits, *self.problem.lse_shape), dtype=torch.float32)
-        parts = Parts(launch.lse_rows(row_max[0], at), row_sum, row_max.stride(0), O.stride(0))
+        parts = Parts(*launch.lse_rows(row_max[0], at), row_sum, row_max.stride(0), O.stride(0))
         spec, scales = self._launch(request, O, lse, parts)
         combine_kernel[(z.q_len * z.heads_q * z.batch,)](
             launch.rows_of(O[0], at),
@@ -176,10 +178,10 @@ class Forward:
             launch.rows_of(out, at),
             None if lse is None else launch.lse_rows(lse, at),
             request.sink,
-            launch.arrays_of(at, z.q_len),
+            launch.arrays_of(at),
+            z.q_len,
             scales,
             z.heads_q,
-            z.q_len,
             self.splits,
             spec,
         )
@@ -194,6 +196,8 @@ class Backward:
 
     @classmethod
     def of(cls, problem: Problem, tiles: BackwardTiles | None) -> Backward:
+        if tiles is None and interpreted():
+            tiles = BackwardTiles(heuristics.INTERPRETED, heuristics.INTERPRETED)
         chosen = tiles or heuristics.backward(_capability(problem), _width(problem), problem.spec.dtype.bytes, problem.mask.kind)
         return cls(problem, chosen)
 
@@ -213,7 +217,7 @@ class Backward:
         with _on(request.q.device):
             stats = self._prepare(request, saved, gradients)
             if gradients.d_sink is not None:
-                gradients.d_sink.copy_(_sink_gradient(request.sink, *stats))
+                gradients.d_sink.copy_(_sink_gradient(request.sink, self.problem.sizes.softcap or self.problem.sizes.scale, *stats))
             if not nothing:
                 self._differentiate(request, gradients, stats)
 
@@ -230,31 +234,27 @@ class Backward:
             if total is not None:
                 total.copy_(torch.zeros_like(total, dtype=torch.float32).index_put_((rows, slots), part.float(), accumulate=True))
 
-    def _common(self, request: Request, wide: bool, tiles: Tiles) -> tuple[Any, ...]:
+    def _common(self, request: Request, wide: bool, tiles: Tiles) -> tuple[tuple[Any, ...], Any]:
+        """What all three kernels take: the numbers, and the KernelSpec."""
         from . import launch
 
-        p, z = self.problem, self.problem.sizes
+        p = self.problem
         scales, sign = launch.backward_scales(p)
-        return (
-            launch.arrays_of(request.q_sequences, z.q_len),
-            launch.arrays_of(request.k_sequences, z.k_len),
-            launch.bounds_of(p.mask),
-            scales,
-            launch.kernel_spec(p, tiles, sign, wide),
-        )
+        layouts = launch.arrays_of(request.q_sequences), launch.arrays_of(request.k_sequences)
+        return (*layouts, *launch.numbers_of(p), scales), launch.kernel_spec(p, tiles, sign, wide)
 
     def _prepare(self, request: Request, saved: Saved, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
-        """offset, factor and delta, of the LSE's shape."""
+        """row_max, log_sum and delta, of the LSE's shape."""
         from . import launch
         from .backward import prepare_kernel
 
         p, z, at, tiles = self.problem, self.problem.sizes, request.q_sequences, self.tiles.dq
-        offset, factor, delta = saved.lse.new_empty((3, *saved.lse.shape))
+        row_max, log_sum, delta = saved.lse.new_empty((3, *saved.lse.shape))
         if not isinstance(at, Dense):
-            offset.fill_(torch.inf)
-            factor.zero_()
+            row_max.zero_()
+            log_sum.fill_(torch.inf)
             delta.zero_()
-        at_q, at_k, bounds, scales, spec = self._common(request, launch.is_wide(request.k), tiles)
+        numbers, spec = self._common(request, launch.is_wide(request.k), tiles)
         blocks = math.ceil(z.q_len / tiles.rows)
         prepare_kernel[(blocks * z.heads_q * z.batch,)](
             launch.rows_of(request.q, at),
@@ -264,11 +264,8 @@ class Backward:
             launch.lse_rows(saved.lse, at),
             None if gradients.d_lse is None else launch.lse_rows(gradients.d_lse, at),
             request.sink,
-            _statistics(offset, factor, delta, at),
-            at_q,
-            at_k,
-            bounds,
-            scales,
+            _statistics(row_max, log_sum, delta, at),
+            *numbers,
             z.heads_q,
             blocks,
             COARSE[p.spec.dtype],
@@ -276,7 +273,7 @@ class Backward:
             num_warps=4,
             num_stages=1,
         )
-        return offset, factor, delta
+        return row_max, log_sum, delta
 
     def _differentiate(self, request: Request, gradients: Gradients, stats: tuple[Tensor, Tensor, Tensor]) -> None:
         from . import launch
@@ -293,35 +290,34 @@ class Backward:
         rows = _statistics(*stats, at)
         if gradients.dk is not None or gradients.dv is not None:
             tiles = self.tiles.dkdv
-            at_q, at_k, bounds, scales, spec = self._common(request, wide, tiles)
+            numbers, spec = self._common(request, wide, tiles)
             blocks = math.ceil(z.k_len / tiles.keys)
             dk, dv = (None if x is None else launch.rows_of(x, at_keys) for x in (gradients.dk, gradients.dv))
             dkdv_kernel[(blocks * z.heads_kv * z.batch,)](
-                *tensors, dk, dv, rows, at_q, at_k, bounds, scales, z.scale, z.heads_kv, blocks, spec,
+                *tensors, dk, dv, rows, *numbers, z.scale, z.heads_kv, blocks, spec,
                 num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
         if gradients.dq is not None:
             tiles = self.tiles.dq
-            at_q, at_k, bounds, scales, spec = self._common(request, wide, tiles)
+            numbers, spec = self._common(request, wide, tiles)
             blocks = math.ceil(z.q_len / tiles.rows)
             dq_kernel[(blocks * z.heads_q * z.batch,)](
-                *tensors, launch.rows_of(gradients.dq, at), rows, at_q, at_k, bounds, scales, z.scale, z.heads_q, blocks, spec,
+                *tensors, launch.rows_of(gradients.dq, at), rows, *numbers, z.scale, z.heads_q, blocks, spec,
                 num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
 
 
-def _statistics(offset: Tensor, factor: Tensor, delta: Tensor, at: Sequences) -> Any:
+def _statistics(row_max: Tensor, log_sum: Tensor, delta: Tensor, at: Sequences) -> Any:
     from . import launch
     from .blocks import Statistics
 
-    return Statistics(launch.lse_rows(offset, at), factor, delta)
+    return Statistics(*launch.lse_rows(row_max, at), log_sum, delta)
 
 
-def _sink_gradient(sink: Tensor, offset: Tensor, factor: Tensor, delta: Tensor) -> Tensor:
-    """The sink's share of each row's softmax times −delta, summed over the rows: float32 (heads_q,)."""
-    exponent = sink.double()[:, None] * math.log2(math.e) - offset
-    shares = torch.exp2(exponent) * factor * delta
-    return -shares.transpose(-1, -2).flatten(0, -2).sum(0).float()
+def _sink_gradient(sink: Tensor, top: float, row_max: Tensor, log_sum: Tensor, delta: Tensor) -> Tensor:
+    """The sink's share of each row's softmax times −delta, summed over the rows: float32 (heads_q,). top: a score per unit of row_max."""
+    shares = torch.exp2((sink.double()[:, None] - row_max.double() * top) * math.log2(math.e) - log_sum)
+    return -(shares * delta).transpose(-1, -2).flatten(0, -2).sum(0).float()
 
 
 def _shares_keys(layout: Sequences) -> bool:

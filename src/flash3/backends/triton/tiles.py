@@ -65,7 +65,7 @@ class MaskCode:
 class KernelSpec:
     """Everything that a kernel's code depends on besides the types of its arguments.
 
-    pack: query heads that share a tile (1, or all of a key head). sign: of the scale. fused: exponents by one fused multiply-add.
+    pack: query heads that share a tile (1, or all of a key head). sign: of the scale.
     """
 
     queries: Block
@@ -75,7 +75,6 @@ class KernelSpec:
     mask: MaskCode
     heads_per_kv: int
     precision: str
-    fused: bool
     softcap: bool
     sign: int = 1
     pack: int = 1
