@@ -82,9 +82,9 @@ def facts(kernel: triton.compiler.CompiledKernel) -> Facts:
     return Facts(kernel.name, int(registers[1]), len(re.findall(r"\b(?:STL|LDL)\b", code)), kernel.metadata.shared)
 
 
-def request(d: int, value_dim: int, mask: Mask, dtype: torch.dtype = torch.bfloat16, **options: object) -> Request:
-    """Dense, 256 rows and keys, two query heads to a key head."""
-    q, k, v = (torch.empty(1, 256, h, w, dtype=dtype) for h, w in ((4, d), (2, d), (2, value_dim)))
+def request(d: int, value_dim: int, mask: Mask, heads: int = 4, dtype: torch.dtype = torch.bfloat16, **options: object) -> Request:
+    """Dense, 256 rows and keys, two key heads."""
+    q, k, v = (torch.empty(1, 256, h, w, dtype=dtype) for h, w in ((heads, d), (2, d), (2, value_dim)))
     return Request(q=q, k=k, v=v, mask=mask, lse=True, **options)
 
 
@@ -116,5 +116,3 @@ def compiled(call: Request, capability: tuple[int, int], backward: bool = True) 
             plan = TritonBackend().plan(replace(problem, spec=replace(problem.spec, task=Task.BACKWARD)))
             plan.run(replace(call, task=Task.BACKWARD), Saved(out=out, lse=lse), grads)
     return [facts(kernel) for kernel in found]
-
-

@@ -16,7 +16,7 @@ all. Every other row has row_max 0, and its LSE for log_sum.
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, extent_of, load_block, row_offsets, tanh, tile_pointers
+from .blocks import LOG2_E, extent_of, load_block, load_by_pointers, row_offsets, tanh, tile_pointers
 from .forward import NUMBERS, scores
 from .masking import Bounds, blocks_of_keys, blocks_of_queries, seen_by, settled, step, walk
 
@@ -39,7 +39,7 @@ def row_statistics(q, k, at_k, own_q, own_k, head, rows, bounds, scales, SPEC: t
     for i in tl.range(found.begin, found.end):
         first = i * SPEC.keys.block
         key = first + tl.arange(0, SPEC.keys.block)
-        K = load_block(k, at_k, own_k, head // SPEC.heads_per_kv, first, key < own_k.length, KEYS, True)
+        K = load_by_pointers(k, at_k, own_k, head // SPEC.heads_per_kv, first, key < own_k.length, KEYS, True)
         S = scores(Q, K, scales, SPEC)
         sees = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
         S = tl.where(sees, S * SPEC.sign, -float("inf"))
@@ -131,7 +131,24 @@ def through_softcap(dS, S, SPEC: tl.constexpr):
 
 @triton.jit
 def gather_dkdv(
-    state, k, v, q, d_out, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC: tl.constexpr, MASKED: tl.constexpr
+    state,
+    k,
+    v,
+    q,
+    d_out,
+    q_tma,
+    d_out_tma,
+    stats,
+    own_q,
+    head,
+    at_q,
+    walked,
+    keys,
+    k_len,
+    bounds,
+    scales,
+    SPEC: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """One of the two loops over the tiles of rows of one query head; state is (dK, dV)."""
     QUERIES: tl.constexpr = SPEC.queries
@@ -143,7 +160,7 @@ def gather_dkdv(
         rows = first + tl.arange(0, SPEC.queries.block)
         at = row_offsets(stats, own_q, rows, head)
         exists = rows < own_q.length
-        Q = load_block(q, at_q, own_q, head, first, exists, QUERIES, MASKED)
+        Q = load_block(q, q_tma, at_q, own_q, head, first, exists, QUERIES, MASKED)
         S = tl.dot(k, tl.trans(Q), input_precision=SPEC.precision)
         if SPEC.softcap:
             S = tanh(S * scales.capped)
@@ -160,7 +177,7 @@ def gather_dkdv(
             begin, end = seen_by(rows, k_len, bounds, SPEC)
             P = tl.where((keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :]), P, 0.0)
             exists = exists & (begin < end)  # whatever the gradient of a row without keys holds, it does not count
-        dO = load_block(d_out, at_q, own_q, head, first, exists, OUTPUTS, MASKED)
+        dO = load_block(d_out, d_out_tma, at_q, own_q, head, first, exists, OUTPUTS, MASKED)
         dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=SPEC.precision)
         dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
         dS = through_softcap(P * (dP - delta[None, :]), S, SPEC)
@@ -174,6 +191,8 @@ def dkdv_kernel(
     k,
     v,
     d_out,
+    q_tma,
+    d_out_tma,
     dk,
     dv,
     stats,
@@ -207,14 +226,18 @@ def dkdv_kernel(
     last = tl.minimum(first + SPEC.keys.block, own_k.length) - 1
     found = blocks_of_queries(first, last, own_q.length, bounds, SPEC)
     walked = walk(found, found.begin, found.end)
-    K = load_block(k, at_k, own_k, kv_head, first, keys < own_k.length, KEYS, True)
-    V = load_block(v, at_k, own_k, kv_head, first, keys < own_k.length, VALUES, True)
+    K = load_by_pointers(k, at_k, own_k, kv_head, first, keys < own_k.length, KEYS, True)
+    V = load_by_pointers(v, at_k, own_k, kv_head, first, keys < own_k.length, VALUES, True)
     state = (tl.full((SPEC.keys.block, SPEC.keys.width), 0.0, tl.float32), tl.full((SPEC.keys.block, SPEC.values.width), 0.0, tl.float32))
     k_len = own_k.length
     for member in tl.range(0, SPEC.heads_per_kv):
         head = kv_head * SPEC.heads_per_kv + member
-        state = gather_dkdv(state, K, V, q, d_out, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True)
-        state = gather_dkdv(state, K, V, q, d_out, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False)
+        state = gather_dkdv(
+            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False
+        )
+        state = gather_dkdv(
+            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True
+        )
     dK, dV = state
     if dk is not None:
         pointers, stored = tile_pointers(dk, own_k, keys, kv_head, KEYS)
@@ -226,7 +249,24 @@ def dkdv_kernel(
 
 @triton.jit
 def gather_dq(
-    dQ, q, d_out, row_max, log_sum, delta, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC: tl.constexpr, MASKED: tl.constexpr
+    dQ,
+    q,
+    d_out,
+    row_max,
+    log_sum,
+    delta,
+    k,
+    v,
+    k_tma,
+    v_tma,
+    at_k,
+    own_k,
+    kv_head,
+    walked,
+    sees,
+    scales,
+    SPEC: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """One of the two loops over key blocks."""
     KEYS: tl.constexpr = SPEC.keys
@@ -236,8 +276,8 @@ def gather_dq(
         first = step(walked, i, MASKED) * SPEC.keys.block
         key = first + tl.arange(0, SPEC.keys.block)
         exists = key < own_k.length
-        K = load_block(k, at_k, own_k, kv_head, first, exists, KEYS, MASKED)
-        V = load_block(v, at_k, own_k, kv_head, first, exists, VALUES, MASKED)
+        K = load_block(k, k_tma, at_k, own_k, kv_head, first, exists, KEYS, MASKED)
+        V = load_block(v, v_tma, at_k, own_k, kv_head, first, exists, VALUES, MASKED)
         S = scores(q, K, scales, SPEC)
         P = tl.exp2((S - row_max[:, None]) * scales.per_score - log_sum[:, None])
         if MASKED:
@@ -254,6 +294,8 @@ def dq_kernel(
     k,
     v,
     d_out,
+    k_tma,
+    v_tma,
     dq,
     stats,
     at_q,
@@ -294,11 +336,11 @@ def dq_kernel(
     log_sum = tl.load(stats.log_sum + at, mask=exists, other=float("inf"))
     delta = tl.load(stats.delta + at, mask=exists, other=0.0)
     sees = seen_by(rows, own_k.length, bounds, SPEC)
-    Q = load_block(q, at_q, own_q, head, first_row, exists, QUERIES, True)
-    dO = load_block(d_out, at_q, own_q, head, first_row, exists & (sees[0] < sees[1]), OUTPUTS, True)
+    Q = load_by_pointers(q, at_q, own_q, head, first_row, exists, QUERIES, True)
+    dO = load_by_pointers(d_out, at_q, own_q, head, first_row, exists & (sees[0] < sees[1]), OUTPUTS, True)
     kv_head = head // SPEC.heads_per_kv
     dQ = tl.full((SPEC.queries.block, SPEC.queries.width), 0.0, tl.float32)
-    dQ = gather_dq(dQ, Q, dO, row_max, log_sum, delta, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
-    dQ = gather_dq(dQ, Q, dO, row_max, log_sum, delta, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC, False)
+    dQ = gather_dq(dQ, Q, dO, row_max, log_sum, delta, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, False)
+    dQ = gather_dq(dQ, Q, dO, row_max, log_sum, delta, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
     pointers, stored = tile_pointers(dq, own_q, rows, head, QUERIES)
     tl.store(pointers, (dQ * scale).to(dq.start.dtype.element_ty), mask=stored)

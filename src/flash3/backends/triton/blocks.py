@@ -9,12 +9,19 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Rows(NamedTuple):
-    """A tensor (row, slot, head, column) as kernels see it; strides in elements. Packed storage has one row, pages are rows."""
+    """A tensor (row, slot, head, column) as kernels see it; strides in elements. Packed storage has one row, pages are rows.
+
+    For TMA it is a matrix whose rows are slot_stride long: `row` begins tma_row of these rows after the one before, a head tma_head rows
+    and tma_column columns after the one before.
+    """
 
     start: Any
     row_stride: Any
     slot_stride: Any
     head_stride: Any
+    tma_row: Any = 0
+    tma_head: Any = 0
+    tma_column: Any = 0
 
 
 class Arrays(NamedTuple):
@@ -91,8 +98,21 @@ def extent_of(arrays, batch, dense_length):
 
 
 @triton.jit
-def load_block(x, arrays, own, head, first, exists, KIND: tl.constexpr, MASKED: tl.constexpr):
-    """Rows first … first + KIND.block − 1 of a sequence, (block, width). 0 past column KIND.dim, and where MASKED but not `exists`."""
+def load_block(x, tma, arrays, own, head, first, exists, KIND: tl.constexpr, MASKED: tl.constexpr):
+    """Rows first … first + KIND.block − 1 of a sequence, (block, width). 0 past column KIND.dim, and where MASKED but not `exists`.
+
+    tma: a descriptor or None. It knows the end of the storage, not that of a sequence: it loads what needs no mask.
+    """
+    if tma is not None and not MASKED:
+        row = tl.cast(own.row, tl.int32) * x.tma_row + head * x.tma_head + own.first + first
+        return tma.load([row, tl.cast(head * x.tma_column, tl.int32)])
+    else:
+        return load_by_pointers(x, arrays, own, head, first, exists, KIND, MASKED)
+
+
+@triton.jit
+def load_by_pointers(x, arrays, own, head, first, exists, KIND: tl.constexpr, MASKED: tl.constexpr):
+    """The same, whatever the strides, pages too."""
     local = tl.arange(0, KIND.block)
     columns = tl.arange(0, KIND.width)
     base = x.start + tl.cast(head, tl.int64) * x.head_stride

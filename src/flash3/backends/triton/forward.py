@@ -5,7 +5,8 @@
                                                  alpha = exp2(c·(row_max − row_max'));  O = alpha·O + P V;  row_sum = alpha·row_sum + rowsum P
     out = O / row_sum;  lse = scale·row_max + log row_sum                           (c = scale · log2 e; a negative scale negates Q)
 
-Blocks at the edges of the mask come first, then those that every row sees in full, without a mask. A tile's rows are query rows, or, where
+Blocks that every row sees in full come first, without a mask; then those at the edges of the mask. (The other way round ptxas serializes
+the matmuls of sm_90.) A tile's rows are query rows, or, where
 there are few, the rows of all query heads of one key head (PACK of them), row-major. Where there are few tiles, several programs share
 one: each takes a part of its blocks and leaves O, row_max and row_sum, and `combine` merges them.
 
@@ -33,7 +34,7 @@ def scores(q, k, scales, SPEC: tl.constexpr):
 
 
 @triton.jit
-def attend(state, q, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC: tl.constexpr, MASKED: tl.constexpr):
+def attend(state, q, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC: tl.constexpr, MASKED: tl.constexpr):
     """One of the two loops over key blocks; state is (O, row_max, row_sum)."""
     KEYS: tl.constexpr = SPEC.keys
     VALUES: tl.constexpr = SPEC.values
@@ -43,7 +44,7 @@ def attend(state, q, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC: tl.
         first = step(walked, i, MASKED) * SPEC.keys.block
         key = first + tl.arange(0, SPEC.keys.block)
         exists = key < own_k.length
-        S = scores(q, load_block(k, at_k, own_k, kv_head, first, exists, KEYS, MASKED), scales, SPEC)
+        S = scores(q, load_block(k, k_tma, at_k, own_k, kv_head, first, exists, KEYS, MASKED), scales, SPEC)
         if MASKED:
             S = tl.where((key[None, :] >= sees[0][:, None]) & (key[None, :] < sees[1][:, None]), S, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(S, 1))
@@ -53,7 +54,7 @@ def attend(state, q, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC: tl.
         P = tl.exp2((S - anchor[:, None]) * scales.per_score)
         alpha = tl.exp2((row_max - anchor) * scales.per_score)
         row_sum = row_sum * alpha + tl.sum(P, 1)
-        values = load_block(v, at_k, own_k, kv_head, first, exists, VALUES, MASKED)
+        values = load_block(v, v_tma, at_k, own_k, kv_head, first, exists, VALUES, MASKED)
         O = tl.dot(P.to(values.dtype), values, O * alpha[:, None], input_precision=SPEC.precision)
         row_max = new_max
     return O, row_max, row_sum
@@ -81,6 +82,8 @@ def forward_kernel(
     q,
     k,
     v,
+    k_tma,
+    v_tma,
     out,
     lse,
     sink,
@@ -135,8 +138,8 @@ def forward_kernel(
     row_sum = tl.full((SPEC.queries.block,), 0.0, tl.float32)
     state = (O, row_max, row_sum)
     sees = seen_by(rows, own_k.length, bounds, SPEC)
-    state = attend(state, Q, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
-    O, row_max, row_sum = attend(state, Q, k, v, at_k, own_k, kv_head, walked, sees, scales, SPEC, False)
+    state = attend(state, Q, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, False)
+    O, row_max, row_sum = attend(state, Q, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
 
     exists = rows < own_q.length
     pointers, stored = tile_pointers(out, own_q, rows, row_heads, OUTPUTS)

@@ -18,12 +18,33 @@ WITHOUT_SOFTCAP = 2.0**64
 """A softcap beyond this changes no score of 16-bit inputs: (s / c)² / 3 is lost in float32."""
 LARGEST_FLOAT32 = 3.4e38
 WIDE = 1 << 31
+FIRST_WITH_TMA = (9, 0)
+TMA_ALIGNMENT_BYTES = 16
 
 
 def rows_of(x: Any, layout: Sequences | None) -> Rows:
     """A tensor ((row,) slot, head, column)."""
     row, slot, head = (0, *x.stride()[:2]) if isinstance(layout, Packed) else x.stride()[:3]
-    return Rows(x, row, slot, head)
+    if slot <= 0 or row % slot or (head % slot and head * (x.shape[-2] - 1) + x.shape[-1] > slot):
+        return Rows(x, row, slot, head)
+    return Rows(x, row, slot, head, row // slot, *((head // slot, 0) if head % slot == 0 else (0, head)))
+
+
+def descriptor(x: Rows, block: Block, capability: tuple[int, int]) -> Any:
+    """A TMA descriptor of a tensor as a matrix (Rows), or None where TMA cannot read it or there is none."""
+    t, bytes_each = x.start, x.start.element_size()
+    aligned = t.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and x.slot_stride * bytes_each % TMA_ALIGNMENT_BYTES == 0
+    described = x.slot_stride > 0 and x.row_stride % x.slot_stride == 0 and (x.head_stride == 0 or x.tma_head + x.tma_column > 0)
+    if capability < FIRST_WITH_TMA or block.page_size or block.dim < block.width or not (aligned and described) or t.numel() == 0:
+        return None
+    *rows, slots, heads, _ = t.shape
+    count = (math.prod(rows) - 1) * x.tma_row + (heads - 1) * x.tma_head + slots
+    if count >= WIDE:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    columns = (heads - 1) * x.tma_column + block.dim
+    return TensorDescriptor(t, [count, columns], [x.slot_stride, 1], [block.block, block.width])
 
 
 def lse_rows(x: Any, layout: Sequences) -> Rows:

@@ -142,10 +142,13 @@ class Forward:
         scales, sign = launch.forward_scales(p)
         spec = launch.kernel_spec(p, tiles, sign, launch.is_wide(request.k, request.v), self.pack, self.splits)
         blocks, heads = math.ceil(z.q_len * self.pack / tiles.rows), z.heads_q // self.pack
+        k, v = launch.rows_of(request.k, request.k_sequences), launch.rows_of(request.v, request.k_sequences)
         forward_kernel[(blocks * heads * z.batch, self.splits)](
             launch.rows_of(request.q, at),
-            launch.rows_of(request.k, request.k_sequences),
-            launch.rows_of(request.v, request.k_sequences),
+            k,
+            v,
+            launch.descriptor(k, spec.keys, _capability(p)),
+            launch.descriptor(v, spec.values, _capability(p)),
             launch.rows_of(out if parts is None else out[0], at),
             None if lse is None else launch.lse_rows(lse, at),
             request.sink,
@@ -170,7 +173,7 @@ class Forward:
         z, at = self.problem.sizes, request.q_sequences
         O = out.new_empty((self.splits, *out.shape), dtype=torch.float32)
         row_max, row_sum = out.new_empty((2, self.splits, *self.problem.lse_shape), dtype=torch.float32)
-        parts = Parts(*launch.lse_rows(row_max[0], at), row_sum, row_max.stride(0), O.stride(0))
+        parts = Parts(*launch.lse_rows(row_max[0], at)[:4], row_sum, row_max.stride(0), O.stride(0))
         spec, scales = self._launch(request, O, lse, parts)
         combine_kernel[(z.q_len * z.heads_q * z.batch,)](
             launch.rows_of(O[0], at),
@@ -243,6 +246,11 @@ class Backward:
         layouts = launch.arrays_of(request.q_sequences), launch.arrays_of(request.k_sequences)
         return (*layouts, *launch.numbers_of(p), scales), launch.kernel_spec(p, tiles, sign, wide)
 
+    def _descriptors(self, *operands: tuple[Any, Any]) -> list[Any]:
+        from . import launch
+
+        return [launch.descriptor(rows, block, _capability(self.problem)) for rows, block in operands]
+
     def _prepare(self, request: Request, saved: Saved, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
         """row_max, log_sum and delta, of the LSE's shape."""
         from . import launch
@@ -279,14 +287,10 @@ class Backward:
         from . import launch
         from .backward import dkdv_kernel, dq_kernel
 
-        p, z, at, at_keys = self.problem, self.problem.sizes, request.q_sequences, request.k_sequences
+        z, at, at_keys = self.problem.sizes, request.q_sequences, request.k_sequences
         wide = launch.is_wide(request.q, request.k, request.v, gradients.d_out)
-        tensors = (
-            launch.rows_of(request.q, at),
-            launch.rows_of(request.k, at_keys),
-            launch.rows_of(request.v, at_keys),
-            launch.rows_of(gradients.d_out, at),
-        )
+        q, d_out = launch.rows_of(request.q, at), launch.rows_of(gradients.d_out, at)
+        k, v = launch.rows_of(request.k, at_keys), launch.rows_of(request.v, at_keys)
         rows = _statistics(*stats, at)
         if gradients.dk is not None or gradients.dv is not None:
             tiles = self.tiles.dkdv
@@ -294,7 +298,7 @@ class Backward:
             blocks = math.ceil(z.k_len / tiles.keys)
             dk, dv = (None if x is None else launch.rows_of(x, at_keys) for x in (gradients.dk, gradients.dv))
             dkdv_kernel[(blocks * z.heads_kv * z.batch,)](
-                *tensors, dk, dv, rows, *numbers, z.scale, z.heads_kv, blocks, spec,
+                q, k, v, d_out, *self._descriptors((q, spec.queries), (d_out, spec.outputs)), dk, dv, rows, *numbers, z.scale, z.heads_kv, blocks, spec,
                 num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
         if gradients.dq is not None:
@@ -302,7 +306,7 @@ class Backward:
             numbers, spec = self._common(request, wide, tiles)
             blocks = math.ceil(z.q_len / tiles.rows)
             dq_kernel[(blocks * z.heads_q * z.batch,)](
-                *tensors, launch.rows_of(gradients.dq, at), rows, *numbers, z.scale, z.heads_q, blocks, spec,
+                q, k, v, d_out, *self._descriptors((k, spec.keys), (v, spec.values)), launch.rows_of(gradients.dq, at), rows, *numbers, z.scale, z.heads_q, blocks, spec,
                 num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
 
@@ -311,7 +315,7 @@ def _statistics(row_max: Tensor, log_sum: Tensor, delta: Tensor, at: Sequences) 
     from . import launch
     from .blocks import Statistics
 
-    return Statistics(*launch.lse_rows(row_max, at), log_sum, delta)
+    return Statistics(*launch.lse_rows(row_max, at)[:4], log_sum, delta)
 
 
 def _sink_gradient(sink: Tensor, top: float, row_max: Tensor, log_sum: Tensor, delta: Tensor) -> Tensor:
