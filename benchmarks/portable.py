@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -236,12 +237,14 @@ def mean(ratios: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, ratios)))
 
 
+def show(row: dict[str, Any], peers: list[str]) -> None:
+    head = f"{row['kernel']:8s} d{row['d']:<3d} {'causal' if row['causal'] else 'full  '} {row['s']:5d}"
+    ratios = " ".join(f"{row[f'ratio_{n}']:.2f} of {n}" for n in peers if f"ratio_{n}" in row)
+    rates = sorted(row["tflops"].items(), key=lambda x: -x[1])
+    print(f"{head} {ratios}  " + "  ".join(f"{n} {t:.0f}" for n, t in rates), flush=True)
+
+
 def report(rows: list[dict[str, Any]], peers: list[str]) -> None:
-    for row in rows:
-        head = f"{row['kernel']:8s} d{row['d']:<3d} {'causal' if row['causal'] else 'full  '} {row['s']:5d}"
-        ratios = " ".join(f"{row[f'ratio_{n}']:.2f} of {n}" for n in peers if f"ratio_{n}" in row)
-        rates = sorted(row["tflops"].items(), key=lambda x: -x[1])
-        print(f"{head} {ratios}  " + "  ".join(f"{n} {t:.0f}" for n, t in rates))
     for kernel, n in itertools.product(("forward", "backward"), peers):
         found = [row[f"ratio_{n}"] for row in rows if row["kernel"] == kernel and f"ratio_{n}" in row]
         if found:
@@ -269,15 +272,19 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=7)
     p.add_argument("--ms", type=float, default=3.0, help="per contender and round")
     p.add_argument("--jobs", type=int, default=12)
+    p.add_argument("--seconds", type=float, default=math.inf, help="no cell is begun after so long")
     p.add_argument("--json", type=Path)
     a = p.parse_args()
     if a.candidates:
         read_candidates(a.candidates)
+    begin = time.time()
     good, rows = right(a), []
+    print(f"checked after {time.time() - begin:.0f} s", flush=True)
     for cell in cells(a):
         choices = [t for t in choices_of(cell, a) if (replace(cell, s=512), t) in good]
-        if choices:
+        if choices and time.time() - begin < a.seconds:
             rows.append(measure(cell, a, choices))
+            show(rows[-1], a.peers)
     report(rows, a.peers)
     if a.json:
         device = torch.cuda.get_device_properties(0)

@@ -8,9 +8,9 @@
 dK and dQ are multiplied by the scale at the end. Scores are computed twice: 7 matmuls where Algorithm 2 has 5, but dQ needs no sum across
 programs.
 
-The saved LSE is float32: beyond `coarse` its rounding would show in P (at 1e5 by 0.4 %). A tile of rows that reaches it makes its maxima and
-sums again. Only rows whose LSE they reproduce take them: in a ring the keys at hand are a part of the row's, and the saved LSE is that of
-all. Every other row has row_max 0, and its LSE for log_sum.
+The saved LSE is float32: beyond `coarse` its rounding would show in P (at 1e5 by 0.4 %). A tile of rows that reaches it makes its maxima
+and sums again. Only rows whose LSE they reproduce take them: in a ring the keys at hand are a part of the row's, and the saved LSE is that
+of all. Every other row has row_max 0, and its LSE for log_sum.
 """
 
 import triton

@@ -1,14 +1,14 @@
 """Forward: FlashAttention-2, Algorithm 1, one program to a tile of query rows.
 
     O = 0, row_sum = 0, row_max = −inf
-    for each block of keys that the tile sees:   S = Q Kᵀ;  row_max' = max(row_max, rowmax S);  P = exp2(c·(S − row_max'))
-                                                 alpha = exp2(c·(row_max − row_max'));  O = alpha·O + P V;  row_sum = alpha·row_sum + rowsum P
+    for each block of keys that it sees:   S = Q Kᵀ;  row_max' = max(row_max, rowmax S);  P = exp2(c·(S − row_max'))
+                                           alpha = exp2(c·(row_max − row_max'));  O = alpha·O + P V;  row_sum = alpha·row_sum + rowsum P
     out = O / row_sum;  lse = scale·row_max + log row_sum                           (c = scale · log2 e; a negative scale negates Q)
 
 Blocks that every row sees in full come first, without a mask; then those at the edges of the mask. (The other way round ptxas serializes
-the matmuls of sm_90.) A tile's rows are query rows, or, where
-there are few, the rows of all query heads of one key head (PACK of them), row-major. Where there are few tiles, several programs share
-one: each takes a part of its blocks and leaves O, row_max and row_sum, and `combine` merges them.
+the matmuls of sm_90.) A tile's rows are query rows, or, where there are few, the rows of all query heads of one key head, row-major
+(`SPEC.pack` of them). Where there are few tiles, several programs share one: each takes a part of its blocks and leaves O, row_max and
+row_sum, and `combine_kernel` merges them.
 
 row_max stays in units of S and is subtracted before anything is multiplied: softmax is then shift invariant at scores of any size. (One
 fused multiply-add instead would round c·row_max: at 1e5 every P of a row were off by 0.3 %, and no longer 1 where there is one key.)

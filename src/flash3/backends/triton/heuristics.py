@@ -5,6 +5,9 @@ from __future__ import annotations
 from ...mask import MaskKind
 from .tiles import BackwardTiles, Tiles
 
+OLDEST = (8, 0)
+"""Ampere: the first with bfloat16 and asynchronous copies."""
+LARGEST_TILE = 256
 SHARED_MEMORY_KB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 """What one program may use; every other GPU from Ampere on has at least SMALLEST_KB."""
 SMALLEST_KB = 99

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,16 +15,13 @@ from torch import Tensor
 
 from ...plan import Plan
 from ...problem import DType, Problem, Request, ScaleKind, Task
-from ...sequences import Dense, Padded, Paged, Sequences
+from ...sequences import Dense, Padded, Paged
 from ..base import Gradients, Refusal, Saved, Support
 from . import heuristics
 from .tiles import BackwardTiles, Tiles
 
-OLDEST = (8, 0)
 MOST_PROGRAMS = 1 << 31
 DTYPES = (DType.FP16, DType.BF16, DType.FP32)
-COARSE = {DType.FP32: 64.0, DType.FP16: 1024.0, DType.BF16: 8192.0}
-"""Up to here float32 holds an LSE well enough for gradients of this type."""
 
 
 def interpreted() -> bool:
@@ -41,7 +39,7 @@ class TritonBackend:
         device = problem.device
         if device.type == "cpu" and not interpreted():
             return Refusal("its tensors must be on a GPU, these are on cpu (TRITON_INTERPRET=1 interprets the kernels, for tests)")
-        if device.type not in ("cuda", "cpu") or (device.capability or OLDEST) < OLDEST:
+        if device.type not in ("cuda", "cpu") or (device.capability or heuristics.OLDEST) < heuristics.OLDEST:
             return Refusal(f"it needs an NVIDIA GPU of compute capability 8.0 or newer, these tensors are on {device}")
         for reason in _unsupported(problem):
             return Refusal(reason)
@@ -59,12 +57,18 @@ class TritonBackend:
             from .interpreter import repair
 
             repair()
-        forward = problem.spec.task is Task.FORWARD
-        wanted = Tiles if forward else BackwardTiles
-        if tiles is not None and not isinstance(tiles, wanted):
-            raise TypeError(f"tiles must be a {wanted.__name__} or None, got {tiles!r}")
-        run = Forward.of(problem, tiles) if forward else Backward.of(problem, tiles)
+        run: Forward | Backward
+        if problem.spec.task is Task.FORWARD:
+            run = Forward.of(problem, _typed(tiles, Tiles))
+        else:
+            run = Backward.of(problem, _typed(tiles, BackwardTiles))
         return Plan(backend=self.name, problem=problem, run=run, tiles=run.tiles)
+
+
+def _typed(tiles: Any, wanted: type) -> Any:
+    if tiles is not None and not isinstance(tiles, wanted):
+        raise TypeError(f"tiles must be a {wanted.__name__} or None, got {tiles!r}")
+    return tiles
 
 
 def _unsupported(problem: Problem) -> list[str]:
@@ -82,11 +86,18 @@ def _unsupported(problem: Problem) -> list[str]:
 
 
 def _capability(problem: Problem) -> tuple[int, int]:
-    return problem.device.capability or OLDEST
+    return problem.device.capability or heuristics.OLDEST
 
 
 def _width(problem: Problem) -> int:
     return heuristics.width_of(max(problem.spec.head_dim, problem.spec.value_dim))
+
+
+def _chosen(table: Callable[..., Any], problem: Problem, small: Any) -> Any:
+    """The heuristic's choice of tiles; small ones where kernels are interpreted."""
+    if interpreted():
+        return small
+    return table(_capability(problem), _width(problem), problem.spec.dtype.bytes, problem.mask.kind)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -109,85 +120,30 @@ class Forward:
     def of(cls, problem: Problem, tiles: Tiles | None) -> Forward:
         """Few rows to a key head are packed into one tile, few tiles share out their keys."""
         spec, z = problem.spec, problem.sizes
-        capability, width = _capability(problem), _width(problem)
-        if tiles is None and interpreted():
-            tiles = heuristics.INTERPRETED
-        chosen = tiles or heuristics.forward(capability, width, spec.dtype.bytes, problem.mask.kind)
+        chosen = tiles or _chosen(heuristics.forward, problem, heuristics.INTERPRETED)
         rows = z.q_len * spec.heads_per_kv
-        pack = spec.heads_per_kv if z.q_len < chosen.rows and spec.heads_per_kv > 1 else 1
-        if tiles is None and rows <= heuristics.FEW_ROWS:
-            chosen = heuristics.few_rows(capability, width, spec.dtype.bytes, max(1, rows))
+        pack = spec.heads_per_kv if z.q_len < chosen.rows else 1
+        if tiles is None and rows <= heuristics.FEW_ROWS and not interpreted():
+            chosen = heuristics.few_rows(_capability(problem), _width(problem), spec.dtype.bytes, max(1, rows))
         programs = math.ceil(z.q_len * pack / chosen.rows) * (z.heads_q // pack) * z.batch
         return cls(problem, chosen, pack, heuristics.splits(programs, z.k_len, problem.device.multiprocessors))
 
     def __call__(self, request: Request, out: Tensor, lse: Tensor | None) -> None:
-        at = request.q_sequences
-        if not isinstance(at, Dense):  # rows of no sequence, which no tile writes
+        if not isinstance(request.q_sequences, Dense):  # rows of no sequence, which no tile writes
             out.zero_()
             if lse is not None:
                 lse.fill_(-torch.inf)
         if out.numel() == 0 or self.problem.sizes.batch == 0:
             return
+        from . import launch
+
         with _on(out.device):
             if self.splits == 1:
-                self._launch(request, out, lse, None)
-            else:
-                self._split(request, out, lse)
-
-    def _launch(self, request: Request, out: Tensor, lse: Tensor | None, parts: Any) -> Any:
-        from . import launch
-        from .forward import forward_kernel
-
-        p, z, tiles, at = self.problem, self.problem.sizes, self.tiles, request.q_sequences
-        scales, sign = launch.forward_scales(p)
-        spec = launch.kernel_spec(p, tiles, sign, launch.is_wide(request.k, request.v), self.pack, self.splits)
-        blocks, heads = math.ceil(z.q_len * self.pack / tiles.rows), z.heads_q // self.pack
-        k, v = launch.rows_of(request.k, request.k_sequences), launch.rows_of(request.v, request.k_sequences)
-        forward_kernel[(blocks * heads * z.batch, self.splits)](
-            launch.rows_of(request.q, at),
-            k,
-            v,
-            launch.descriptor(k, spec.keys, _capability(p)),
-            launch.descriptor(v, spec.values, _capability(p)),
-            launch.rows_of(out if parts is None else out[0], at),
-            None if lse is None else launch.lse_rows(lse, at),
-            request.sink,
-            parts,
-            launch.arrays_of(at),
-            launch.arrays_of(request.k_sequences),
-            *launch.numbers_of(p),
-            scales,
-            heads,
-            blocks,
-            spec,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
-        return spec, scales
-
-    def _split(self, request: Request, out: Tensor, lse: Tensor | None) -> None:
-        from . import launch
-        from .blocks import Parts
-        from .forward import combine_kernel
-
-        z, at = self.problem.sizes, request.q_sequences
-        O = out.new_empty((self.splits, *out.shape), dtype=torch.float32)
-        row_max, row_sum = out.new_empty((2, self.splits, *self.problem.lse_shape), dtype=torch.float32)
-        parts = Parts(*launch.lse_rows(row_max[0], at)[:4], row_sum, row_max.stride(0), O.stride(0))
-        spec, scales = self._launch(request, O, lse, parts)
-        combine_kernel[(z.q_len * z.heads_q * z.batch,)](
-            launch.rows_of(O[0], at),
-            parts,
-            launch.rows_of(out, at),
-            None if lse is None else launch.lse_rows(lse, at),
-            request.sink,
-            launch.arrays_of(at),
-            z.q_len,
-            scales,
-            z.heads_q,
-            self.splits,
-            spec,
-        )
+                launch.forward(self.problem, self.tiles, self.pack, request, out, lse)
+                return
+            O = out.new_empty((self.splits, *out.shape), dtype=torch.float32)
+            statistics = out.new_empty((2, self.splits, *self.problem.lse_shape), dtype=torch.float32)
+            launch.split_forward(self.problem, self.tiles, self.pack, self.splits, request, out, lse, (O, *statistics))
 
 
 @dataclass(frozen=True)
@@ -199,123 +155,51 @@ class Backward:
 
     @classmethod
     def of(cls, problem: Problem, tiles: BackwardTiles | None) -> Backward:
-        if tiles is None and interpreted():
-            tiles = BackwardTiles(heuristics.INTERPRETED, heuristics.INTERPRETED)
-        chosen = tiles or heuristics.backward(_capability(problem), _width(problem), problem.spec.dtype.bytes, problem.mask.kind)
-        return cls(problem, chosen)
+        small = BackwardTiles(heuristics.INTERPRETED, heuristics.INTERPRETED)
+        return cls(problem, tiles or _chosen(heuristics.backward, problem, small))
 
     def __call__(self, request: Request, saved: Saved, gradients: Gradients) -> None:
-        if _shares_keys(request.k_sequences):
-            self._gathered(request, saved, gradients)
+        at, at_keys = request.q_sequences, request.k_sequences
+        if isinstance(at_keys, Paged) or (isinstance(at_keys, Padded) and at_keys.batch_index is not None):
+            self._apart(at_keys, request, saved, gradients)
             return
-        dense_q, dense_k = isinstance(request.q_sequences, Dense), isinstance(request.k_sequences, Dense)
-        nothing = request.q.numel() == 0 or request.k.numel() == 0 or self.problem.sizes.batch == 0
-        for total, whole in ((gradients.dq, dense_q), (gradients.dk, dense_k), (gradients.dv, dense_k)):
-            if total is not None and (nothing or not whole):
+        no_rows = request.q.numel() == 0 or self.problem.sizes.batch == 0
+        nothing = no_rows or request.k.numel() == 0
+        for total, layout in ((gradients.dq, at), (gradients.dk, at_keys), (gradients.dv, at_keys)):
+            if total is not None and (nothing or not isinstance(layout, Dense)):
                 total.zero_()
-        if request.q.numel() == 0 or self.problem.sizes.batch == 0:
+        if no_rows:
             if gradients.d_sink is not None:
                 gradients.d_sink.zero_()
             return
         with _on(request.q.device):
-            stats = self._prepare(request, saved, gradients)
-            if gradients.d_sink is not None:
-                gradients.d_sink.copy_(_sink_gradient(request.sink, self.problem.sizes.softcap or self.problem.sizes.scale, *stats))
-            if not nothing:
-                self._differentiate(request, gradients, stats)
+            self._launch(request, saved, gradients, nothing)
 
-    def _gathered(self, request: Request, saved: Saved, gradients: Gradients) -> None:
+    def _launch(self, request: Request, saved: Saved, gradients: Gradients, nothing: bool) -> None:
+        from . import launch
+
+        p, tiles = self.problem, self.tiles
+        stats = saved.lse.new_zeros((3, *saved.lse.shape))
+        stats[1].fill_(torch.inf)  # of rows that belong to no sequence
+        launch.prepare(p, tiles.dq, request, saved, gradients, stats)
+        if gradients.d_sink is not None:
+            gradients.d_sink.copy_(_sink_gradient(request.sink, p.sizes.softcap or p.sizes.scale, *stats))
+        if not nothing and not (gradients.dk is None and gradients.dv is None):
+            launch.dkdv(p, tiles.dkdv, request, gradients, stats)
+        if not nothing and gradients.dq is not None:
+            launch.dq(p, tiles.dq, request, gradients, stats)
+
+    def _apart(self, at: Paged | Padded, request: Request, saved: Saved, gradients: Gradients) -> None:
         """Sequences may share slots: each gets its own copy of them, and the gradients add up, in a fixed order."""
-        rows, slots = _places(request)
+        rows, slots = _places(at, request.k)
         k, v = request.k[rows, slots], request.v[rows, slots]
-        at = request.k_sequences
         alone = replace(request, k=k, v=v, k_sequences=Padded(lengths=at.lengths, leftpad=at.leftpad))
         own = replace(gradients, dk=torch.empty_like(k), dv=torch.empty_like(v))
-        sizes = replace(self.problem.sizes, page_size=0)
-        replace(self, problem=replace(self.problem, sizes=sizes))(alone, saved, own)
+        problem = replace(self.problem, sizes=replace(self.problem.sizes, page_size=0))
+        replace(self, problem=problem)(alone, saved, own)
         for total, part in ((gradients.dk, own.dk), (gradients.dv, own.dv)):
             if total is not None:
                 total.copy_(torch.zeros_like(total, dtype=torch.float32).index_put_((rows, slots), part.float(), accumulate=True))
-
-    def _common(self, request: Request, wide: bool, tiles: Tiles) -> tuple[tuple[Any, ...], Any]:
-        """What all three kernels take: the numbers, and the KernelSpec."""
-        from . import launch
-
-        p = self.problem
-        scales, sign = launch.backward_scales(p)
-        layouts = launch.arrays_of(request.q_sequences), launch.arrays_of(request.k_sequences)
-        return (*layouts, *launch.numbers_of(p), scales), launch.kernel_spec(p, tiles, sign, wide)
-
-    def _descriptors(self, *operands: tuple[Any, Any]) -> list[Any]:
-        from . import launch
-
-        return [launch.descriptor(rows, block, _capability(self.problem)) for rows, block in operands]
-
-    def _prepare(self, request: Request, saved: Saved, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
-        """row_max, log_sum and delta, of the LSE's shape."""
-        from . import launch
-        from .backward import prepare_kernel
-
-        p, z, at, tiles = self.problem, self.problem.sizes, request.q_sequences, self.tiles.dq
-        row_max, log_sum, delta = saved.lse.new_empty((3, *saved.lse.shape))
-        if not isinstance(at, Dense):
-            row_max.zero_()
-            log_sum.fill_(torch.inf)
-            delta.zero_()
-        numbers, spec = self._common(request, launch.is_wide(request.k), tiles)
-        blocks = math.ceil(z.q_len / tiles.rows)
-        prepare_kernel[(blocks * z.heads_q * z.batch,)](
-            launch.rows_of(request.q, at),
-            launch.rows_of(request.k, request.k_sequences),
-            launch.rows_of(saved.out, at),
-            launch.rows_of(gradients.d_out, at),
-            launch.lse_rows(saved.lse, at),
-            None if gradients.d_lse is None else launch.lse_rows(gradients.d_lse, at),
-            request.sink,
-            _statistics(row_max, log_sum, delta, at),
-            *numbers,
-            z.heads_q,
-            blocks,
-            COARSE[p.spec.dtype],
-            spec,
-            num_warps=4,
-            num_stages=1,
-        )
-        return row_max, log_sum, delta
-
-    def _differentiate(self, request: Request, gradients: Gradients, stats: tuple[Tensor, Tensor, Tensor]) -> None:
-        from . import launch
-        from .backward import dkdv_kernel, dq_kernel
-
-        z, at, at_keys = self.problem.sizes, request.q_sequences, request.k_sequences
-        wide = launch.is_wide(request.q, request.k, request.v, gradients.d_out)
-        q, d_out = launch.rows_of(request.q, at), launch.rows_of(gradients.d_out, at)
-        k, v = launch.rows_of(request.k, at_keys), launch.rows_of(request.v, at_keys)
-        rows = _statistics(*stats, at)
-        if gradients.dk is not None or gradients.dv is not None:
-            tiles = self.tiles.dkdv
-            numbers, spec = self._common(request, wide, tiles)
-            blocks = math.ceil(z.k_len / tiles.keys)
-            dk, dv = (None if x is None else launch.rows_of(x, at_keys) for x in (gradients.dk, gradients.dv))
-            dkdv_kernel[(blocks * z.heads_kv * z.batch,)](
-                q, k, v, d_out, *self._descriptors((q, spec.queries), (d_out, spec.outputs)), dk, dv, rows, *numbers, z.scale, z.heads_kv, blocks, spec,
-                num_warps=tiles.warps, num_stages=tiles.stages,
-            )  # fmt: skip
-        if gradients.dq is not None:
-            tiles = self.tiles.dq
-            numbers, spec = self._common(request, wide, tiles)
-            blocks = math.ceil(z.q_len / tiles.rows)
-            dq_kernel[(blocks * z.heads_q * z.batch,)](
-                q, k, v, d_out, *self._descriptors((k, spec.keys), (v, spec.values)), launch.rows_of(gradients.dq, at), rows, *numbers, z.scale, z.heads_q, blocks, spec,
-                num_warps=tiles.warps, num_stages=tiles.stages,
-            )  # fmt: skip
-
-
-def _statistics(row_max: Tensor, log_sum: Tensor, delta: Tensor, at: Sequences) -> Any:
-    from . import launch
-    from .blocks import Statistics
-
-    return Statistics(*launch.lse_rows(row_max, at)[:4], log_sum, delta)
 
 
 def _sink_gradient(sink: Tensor, top: float, row_max: Tensor, log_sum: Tensor, delta: Tensor) -> Tensor:
@@ -324,16 +208,9 @@ def _sink_gradient(sink: Tensor, top: float, row_max: Tensor, log_sum: Tensor, d
     return -(shares * delta).transpose(-1, -2).flatten(0, -2).sum(0).float()
 
 
-def _shares_keys(layout: Sequences) -> bool:
-    return isinstance(layout, Paged) or (isinstance(layout, Padded) and layout.batch_index is not None)
-
-
-def _places(request: Request) -> tuple[Tensor, Tensor]:
+def _places(at: Paged | Padded, k: Tensor) -> tuple[Tensor, Tensor]:
     """Row (or page) and slot of each sequence's slots, (batch, capacity). Table entries that no sequence uses may hold anything."""
-    at, k = request.k_sequences, request.k
-    assert isinstance(at, Padded | Paged)
     if isinstance(at, Padded):
-        assert at.batch_index is not None
         slots = torch.arange(k.shape[1], device=k.device)
         return at.batch_index.long()[:, None].expand(-1, len(slots)), slots.expand(len(at.lengths), -1)
     table = at.page_table if at.batch_index is None else at.page_table[at.batch_index.long()]
