@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -153,6 +154,7 @@ def flex(cell: Cell, data: list[Tensor]) -> Run:
     """FlexAttention, compiled for these shapes."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.reset()  # each shape is a compilation of its own
     compiled = torch.compile(flex_attention, dynamic=False)
     q, k, v, d_out = (x.transpose(1, 2) for x in data)
     blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, cell.s, cell.s) if cell.causal else None
@@ -191,7 +193,7 @@ def ready(cell: Cell, names: list[str], choices: list[Tiles | None]) -> tuple[di
 
 
 def measure(cell: Cell, a: argparse.Namespace, choices: list[Tiles | None]) -> dict[str, Any]:
-    names = [n for n in a.peers if cell.kernel in ("forward", "backward")]
+    names = [n for n in a.peers if cell.kernel in ("forward", "backward") and (n != "flex" or has_flex(cell, a))]
     runs, chosen = ready(cell, names, choices)
     times = interleaved(runs, a.rounds, a.ms)
     row: dict[str, Any] = {**asdict(cell), "tiles": chosen.get("flash3")}
@@ -233,6 +235,24 @@ def right(a: argparse.Namespace) -> set[tuple[Cell, Tiles | None]]:
     return good
 
 
+def _compiled_flex(cell: Cell) -> None:
+    flex(cell, tensors((TOKENS // cell.s, cell.s, HIDDEN // cell.d, cell.d), 4))()
+
+
+def has_flex(cell: Cell, a: argparse.Namespace) -> bool:
+    return "flex" in a.peers and cell.s in a.flex_seqs and cell.kernel in ("forward", "backward")
+
+
+def compile_flex(a: argparse.Namespace) -> None:
+    """FlexAttention takes seconds to compile for each shape: side by side, into Inductor's cache."""
+    jobs = [cell for cell in cells(a) if has_flex(cell, a)]
+    if not jobs:
+        return
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    with multiprocessing.get_context("spawn").Pool(a.jobs) as pool:
+        pool.map(_compiled_flex, jobs, chunksize=1)
+
+
 def mean(ratios: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, ratios)))
 
@@ -268,6 +288,7 @@ def main() -> None:
     p.add_argument("--seqs", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16384])
     p.add_argument("--causal", type=numbers, default=[0, 1])
     p.add_argument("--peers", type=lambda x: [n for n in x.split(",") if n], default=["fa2", "flex"])
+    p.add_argument("--flex-seqs", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16384])
     p.add_argument("--candidates", type=Path)
     p.add_argument("--rounds", type=int, default=7)
     p.add_argument("--ms", type=float, default=3.0, help="per contender and round")
@@ -279,6 +300,7 @@ def main() -> None:
         read_candidates(a.candidates)
     begin = time.time()
     good, rows = right(a), []
+    compile_flex(a)
     print(f"checked after {time.time() - begin:.0f} s", flush=True)
     for cell in cells(a):
         choices = [t for t in choices_of(cell, a) if (replace(cell, s=512), t) in good]
