@@ -18,31 +18,39 @@ from .operators import Arguments, mask_numbers
 
 
 class Attention(torch.autograd.Function):
-    """attention_lse with its closed-form gradient; takes Arguments, flat."""
+    """attention_lse with its closed-form gradient; takes Arguments, flat, and then whether the LSE has a gradient too. (Where it has, a
+    compiled program brings a gradient of zeros for an LSE that nobody uses.)
+    """
 
     @staticmethod
     def forward(*flat: Any) -> tuple[Tensor, Tensor]:
-        return operators.attention_lse(*flat)
+        return operators.attention_lse(*flat[:-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+        *arguments, lse_has_gradient = inputs
+        tensors = [x if isinstance(x, Tensor) else None for x in arguments]
         ctx.save_for_backward(*output, *tensors)
-        ctx.values = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.values = [None if isinstance(x, Tensor) else x for x in arguments]
         ctx.set_materialize_grads(False)
+        ctx.lse_has_gradient = lse_has_gradient
+        if not lse_has_gradient:
+            ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         out, lse, *tensors = ctx.saved_tensors
+        if not ctx.lse_has_gradient:
+            d_lse = None
         if d_out is None and d_lse is None:
-            return (None,) * len(tensors)
+            return (None,) * (len(tensors) + 1)
         inputs = [value if tensor is None else tensor for tensor, value in zip(tensors, ctx.values, strict=True)]
         needs = list(ctx.needs_input_grad[:4])  # q, k, v, sink come first
         given = torch.zeros_like(out) if d_out is None else d_out
         differentiate = operators.attention_backward if torch.compiler.is_compiling() else AttentionBackward.apply
         grads = differentiate(given, d_lse, out, lse, needs, *inputs)
         wanted = [g if need else None for g, need in zip(grads, needs, strict=True)]
-        return (*wanted, *(None,) * (len(inputs) - len(wanted)))
+        return (*wanted, *(None,) * (len(inputs) + 1 - len(wanted)))
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -74,7 +82,7 @@ def run(arguments: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor
         check_differentiable(DTYPES.get(a.q.dtype, str(a.q.dtype)), a.qv is not None)
         if not torch.compiler.is_compiling() and operators.unwatched(a.q, a.k, a.v):
             operators.backward_plan(a)  # a gradient that no backend has is refused now, not in the middle of training
-        out, lse = Attention.apply(*(_apart(a) if torch.compiler.is_compiling() else a))
+        out, lse = Attention.apply(*(_apart(a) if torch.compiler.is_compiling() else a), return_lse)
         return (out, lse) if return_lse else out
     return run_without_gradient(a, return_lse)
 
