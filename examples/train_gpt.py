@@ -1,6 +1,6 @@
 """Train a small GPT on the sources of Python's standard library, through flash3 and through torch's attention side by side.
 
-    python examples/train_gpt.py --compile --json training.json --picture training.png    # on a Hopper GPU
+    python examples/train_gpt.py --json training.json --picture training.png    # on a Hopper GPU
     python examples/train_gpt.py --device cpu --steps 20                                   # a tiny model, in seconds
 
 Documents (files) are packed one after another without padding: attention gets one row of tokens and where each document starts. All runs
@@ -253,8 +253,7 @@ class Run:
         self, attention: str, size: Size, steps: int, device: torch.device, compiled: str | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         torch.manual_seed(0)
-        self.name = attention + (" compiled" if compiled else "")
-        self.device, self.dtype = device, dtype
+        self.name, self.size, self.device, self.compiled, self.dtype = attention, size, device, compiled, dtype
         self.model = GPT(size, ATTENTIONS[attention]).to(device)
         self.loss = torch.compile(self.model, fullgraph=True, backend=compiled) if compiled else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -293,76 +292,20 @@ class Run:
         return torch.stack(self.losses).tolist()
 
 
-def take_turns(runs: list[Run], all_batches: list[Batch]) -> None:
-    for first in range(0, len(all_batches), TURN):
-        for run in runs:
-            run.train(all_batches[first : first + TURN])
-        print(f"step {first:5d}  " + "  ".join(f"{run.name} {run.losses[-1]:.4f}" for run in runs), flush=True)
-
-
-def smooth(values: list[float]) -> list[float]:
-    """Moving average, of full windows only."""
-    width = min(SMOOTHING, len(values))
-    sums = [0.0, *itertools.accumulate(values)]
-    return [(end - begin) / width for begin, end in zip(sums, sums[width:], strict=False)]
-
-
-def difference(run: Run, other: Run) -> list[float]:
-    """Of the smoothed losses, step by step."""
-    return smooth([a - b for a, b in zip(run.curve(), other.curve(), strict=True)])
-
-
-# ---------------------------------------------------------------- results
-
-
-def pairs(runs: list[Run]) -> list[tuple[Run, Run]]:
-    """Each run through flash3 with its baseline."""
-    return list(zip(runs[::2], runs[1::2], strict=True))
-
-
-def table(runs: list[Run]) -> list[dict[str, Any]]:
-    """One row for each pair."""
-    return [
-        {
-            "flash3": ours.name,
-            "baseline": theirs.name,
-            "tokens_per_second": [round(ours.tokens_per_second), round(theirs.tokens_per_second)],
-            "speed_ratio": round(statistics.median(a / b for a, b in zip(ours.speeds[1:], theirs.speeds[1:], strict=True)), 3),
-            "last_loss": [round(smooth(ours.curve())[-1], 4), round(smooth(theirs.curve())[-1], 4)],
-            "largest_smoothed_difference": round(max(map(abs, difference(ours, theirs))), 5),
-        }
-        for ours, theirs in pairs(runs)
-    ]
-
-
-def draw(runs: list[Run], path: Path) -> None:
-    """Loss curves, and below them the smoothed difference of each pair."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    curves, differences = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for run, style in zip(runs, itertools.cycle(("-", "--"))):
-        curves.plot(run.curve(), style, linewidth=1, label=f"{run.name}, {run.tokens_per_second:,.0f} tokens/s")
-    for ours, theirs in pairs(runs):
-        gap = difference(ours, theirs)
-        differences.plot(range(SMOOTHING - 1, SMOOTHING - 1 + len(gap)), gap, label=f"{ours.name} − {theirs.name}")
-    for limit in (-LIMIT, LIMIT):
-        differences.axhline(limit, color="grey", linestyle=":")
-    curves.set(ylabel="loss (nats per byte)")
-    differences.set(xlabel="step", ylabel=f"difference, mean of {SMOOTHING} steps")
-    curves.legend()
-    differences.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+def take_turns(ours: Run, theirs: Run, some: list[Batch]) -> None:
+    for first in range(0, len(some), TURN):
+        for run in (ours, theirs):
+            run.train(some[first : first + TURN])
+        print(f"step {len(ours.losses):4d}  " + "  ".join(f"{run.name} {run.losses[-1]:.4f}" for run in (ours, theirs)), flush=True)
 
 
 def fastest(names: list[str], make: Callable[[str], Run], some: list[Batch]) -> str:
-    """Of these attentions, after a warm-up, in throw-away runs."""
+    """Of these attentions, in throw-away runs, after a warm-up."""
     speeds = {}
     for name in names:
         run = make(name)
-        run.train(some)
-        run.train(some)
+        for _ in range(2):
+            run.train(some)
         speeds[name] = run.speeds[-1]
         print(f"{run.name}: {run.speeds[-1]:,.0f} tokens/s", flush=True)
     return max(speeds, key=speeds.__getitem__)
@@ -377,46 +320,89 @@ def rivals(device: torch.device, compiled: str | None) -> list[str]:
     ]
 
 
-def write(runs: list[Run], size: Size, path: Path) -> None:
+# ---------------------------------------------------------------- results
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Moving average, of full windows only."""
+    width = min(SMOOTHING, len(values))
+    sums = [0.0, *itertools.accumulate(values)]
+    return [(end - begin) / width for begin, end in zip(sums, sums[width:], strict=False)]
+
+
+def difference(ours: Run, theirs: Run) -> list[float]:
+    """Of the smoothed losses, step by step."""
+    return smooth([a - b for a, b in zip(ours.curve(), theirs.curve(), strict=True)])
+
+
+def summary(ours: Run, theirs: Run) -> dict[str, Any]:
+    """The comparison in a few numbers; the speed ratio is the median over the turns but the first."""
+    ratios = [a / b for a, b in zip(ours.speeds, theirs.speeds, strict=True)]
+    return {
+        "tokens per second": {run.name: round(run.tokens_per_second) for run in (ours, theirs)},
+        "speed ratio": round(statistics.median(ratios[1:] or ratios), 3),
+        "last smoothed loss": {run.name: round(smooth(run.curve())[-1], 4) for run in (ours, theirs)},
+        "largest smoothed difference": round(max(map(abs, difference(ours, theirs))), 5),
+    }
+
+
+def write(ours: Run, theirs: Run, path: Path) -> None:
     """Everything as JSON."""
-    device = runs[0].device
     facts = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
+        "device": torch.cuda.get_device_name() if ours.device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
-        "size": asdict(size),
-        "pairs": table(runs),
+        "size": asdict(ours.size),
+        "compiled": ours.compiled,
+        "summary": summary(ours, theirs),
         "runs": {
-            run.name: {"losses": [round(loss, 5) for loss in run.curve()], "tokens_per_second": [round(speed) for speed in run.speeds]}
-            for run in runs
+            run.name: {"losses": [round(loss, 5) for loss in run.curve()], "tokens per second": [round(speed) for speed in run.speeds]}
+            for run in (ours, theirs)
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(facts) + "\n")
 
 
+def draw(ours: Run, theirs: Run, path: Path) -> None:
+    """Both loss curves, and below them their smoothed difference."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    curves, differences = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for run, style in ((ours, "-"), (theirs, "--")):
+        curves.plot(run.curve(), style, linewidth=1, label=f"{run.name}, {run.tokens_per_second:,.0f} tokens/s")
+    gap = difference(ours, theirs)
+    differences.plot(range(len(ours.losses) - len(gap), len(ours.losses)), gap)
+    for limit in (-LIMIT, LIMIT):
+        differences.axhline(limit, color="grey", linestyle=":")
+    title = f"GPT, {ours.size.layers} layers of width {ours.size.dim}, from scratch on Python's standard library"
+    curves.set(ylabel="loss (nats per byte)", title=title)
+    curves.legend()
+    differences.set(xlabel="step", ylabel=f"difference, mean of {SMOOTHING} steps")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
 def main(
     steps: Annotated[int, typer.Option(min=1, help="steps of each run")] = 300,
     device: Annotated[str, typer.Option(help="cpu (a tiny model) or cuda (a small one) [default: cuda if there is one]")] = "",
     baseline: Annotated[str, typer.Option(help=f"one of {', '.join(ATTENTIONS)} [default: the fastest of torch's]")] = "",
-    compile: Annotated[bool, typer.Option("--compile", help="a second pair of runs, through torch.compile")] = False,
-    table_path: Annotated[Path | None, typer.Option("--json", help="write losses and speeds here")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="both models through torch.compile, each in one graph")] = False,
+    table: Annotated[Path | None, typer.Option("--json", help="write losses and speeds here")] = None,
     picture: Annotated[Path | None, typer.Option(help="draw the curves here")] = None,
 ) -> None:
     """Train a small GPT through flash3 and through torch's attention, and compare losses and tokens per second."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where, compiled = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), "inductor" if compile else None
     size = SIZES["small" if where.type == "cuda" else "tiny"]
     text = batches(size, steps, where)
-    runs = []
-    for compiled in [None, "inductor"] if compile else [None]:
-        make = functools.partial(Run, size=size, steps=steps, device=where, compiled=compiled)
-        runs += [make("through_flash3"), make(baseline or fastest(rivals(where, compiled), make, text[:TURN]))]
-    take_turns(runs, text)
-    for row in table(runs):
-        print(*(f"{key}: {value}" for key, value in row.items()), sep="\n", end="\n\n")
-    if table_path:
-        write(runs, size, table_path)
+    make = functools.partial(Run, size=size, steps=steps, device=where, compiled=compiled)
+    ours, theirs = make("through_flash3"), make(baseline or fastest(rivals(where, compiled), make, text[:TURN]))
+    take_turns(ours, theirs, text)
+    print(json.dumps(summary(ours, theirs), indent=1))
+    if table:
+        write(ours, theirs, table)
     if picture:
-        draw(runs, picture)
+        draw(ours, theirs, picture)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def test_one_loss_and_one_gradient_through_every_attention(baseline):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)], ids=str)
 def test_curves_lie_on_each_other(dtype, tolerance):
     runs = [Run(name, TINY, 24, CPU, dtype=dtype) for name in ("through_flash3", "sdpa_padded")]
-    train_gpt.take_turns(runs, train_gpt.batches(TINY, 24, CPU))
+    train_gpt.take_turns(*runs, train_gpt.batches(TINY, 24, CPU))
     ours, theirs = (run.curve() for run in runs)
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < tolerance
     assert ours[0] == pytest.approx(math.log(256), abs=0.3)
@@ -91,12 +91,12 @@ def test_command_writes_losses_speeds_and_a_picture(tmp_path):
     done = CliRunner().invoke(app, ["--device", "cpu", "--steps", "21", "--json", str(table), "--picture", str(picture)])
     assert done.exit_code == 0, done.output
     facts = json.loads(table.read_text())
-    (pair,) = facts["pairs"]
-    assert pair["flash3"] == "through_flash3"
-    assert pair["baseline"] in PORTABLE
-    assert pair["largest_smoothed_difference"] < train_gpt.LIMIT
-    assert {len(run["losses"]) for run in facts["runs"].values()} == {21}
-    assert min(pair["tokens_per_second"]) > 0
+    assert facts["runs"].keys() < {"through_flash3", *PORTABLE}
+    assert facts["summary"]["largest smoothed difference"] < train_gpt.LIMIT
+    for run in facts["runs"].values():
+        assert len(run["losses"]) == 21
+        assert len(run["tokens per second"]) == 3
+        assert min(run["tokens per second"]) > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
