@@ -76,10 +76,10 @@ class Batch(NamedTuple):
     @staticmethod
     def of(pieces: list[bytes], device: torch.device) -> Batch:
         lengths = tuple(len(piece) - 1 for piece in pieces)
-        inputs, targets = (b"".join(piece[cut] for piece in pieces) for cut in (slice(-1), slice(1, None)))
+        inputs, targets = (bytearray().join(piece[cut] for piece in pieces) for cut in (slice(-1), slice(1, None)))
         return Batch(
-            inputs=torch.tensor(list(inputs), device=device),
-            targets=torch.tensor(list(targets), device=device),
+            inputs=torch.frombuffer(inputs, dtype=torch.uint8).to(device, torch.int64),
+            targets=torch.frombuffer(targets, dtype=torch.uint8).to(device, torch.int64),
             positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
             cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
             lengths=lengths,
