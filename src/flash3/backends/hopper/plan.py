@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,8 @@ class HopperBackend:
         wrong = budget.problems(base, chosen)
         if wrong:
             raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
-        return Plan(backend=self.name, problem=problem, run=Forward(problem, chosen, self._kernels), tiles=chosen)
+        forward = Forward(problem, chosen, self._kernels)
+        return Plan(backend=self.name, problem=problem, run=forward, prepare=forward.prepare, tiles=chosen)
 
 
 def _unsupported(problem: Problem) -> list[str]:
@@ -99,69 +101,69 @@ def _aligned(t: TensorInfo) -> bool:
     return t.aligned and all(n <= 1 or s % step == 0 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))
 
 
+Launch = Callable[..., None]
+"""launch(q, k, v, out, lse, sink, q_arrays, k_arrays), see flash3.plan.Plan."""
+
+
 @dataclass
 class Forward:
-    """A plan's `run(request, out, lse)`, for requests of the plan's own problem: fills out and lse on the current stream.
-
-    Microseconds count here: what the problem decides is decided once.
-    """
+    """A plan's `run(request, out, lse)`, for requests of the plan's own problem: fills out and lse on the current stream."""
 
     problem: Problem
     tiles: Tiles
     kernels: Callable[[ForwardSpec, Tiles], Kernel]
-    ready: dict[tuple[SequenceLayout, SequenceLayout], tuple[Kernel, tuple[float | int, ...]]] = field(default_factory=dict)
-    dense: tuple[Kernel, tuple[float | int, ...]] | None = None
+    launches: dict[tuple[SequenceLayout, SequenceLayout], Launch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.problem
-        self.straight = all(_straight(t.strides, t.dtype.bytes) for t in (p.q, p.k, p.v) if isinstance(t.dtype, DType))
         self.nothing = math.prod(p.out_shape) == 0 or p.sizes.batch == 0
         self.no_keys = math.prod(p.k.shape) == 0
 
     def __call__(self, request: Request, out: Tensor, lse: Tensor | None) -> None:
-        index = out.device.index
-        if index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                self(request, out, lse)
+        if self.nothing or self.no_keys:
+            _fill_empty(out, lse, sink=None if self.nothing else request.sink)
             return
-        if self.nothing or self.no_keys or type(request.q_sequences) is not Dense or type(request.k_sequences) is not Dense:
-            self._uneven(request, out, lse, index)
-            return
-        if self.dense is None:
-            self.dense = self._prepare(DENSE, DENSE)
-        kernel, numbers = self.dense
-        kernel(*self._tensors(request), out, lse, request.sink, counter(index), None, None, numbers)
-
-    def _uneven(self, request: Request, out: Tensor, lse: Tensor | None, index: int) -> None:
-        """Sequences of unequal lengths, and what needs no launch at all."""
         if request.k_sequences.kind is SequenceKind.PAGED:
             request = gathered(request)
-        layouts = _layout(request.q_sequences), _layout(request.k_sequences)
-        if _leaves_rows(layouts[0]):
-            _fill_empty(request, out, lse, sink=None)
-        if self.nothing:
-            return
-        if self.no_keys:
-            _fill_empty(request, out, lse, sink=request.sink)
-            return
-        prepared = self.ready.get(layouts)
-        if prepared is None:
-            prepared = self.ready[layouts] = self._prepare(*layouts)
-        kernel, numbers = prepared
         arrays = _arrays(request.q_sequences), _arrays(request.k_sequences)
-        kernel(*self._tensors(request), out, lse, request.sink, counter(index), *arrays, numbers)
+        self._launch(request)(request.q, request.k, request.v, out, lse, request.sink, *arrays)
 
-    def _tensors(self, request: Request) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = request.q, request.k, request.v
-        if self.straight and not (q.requires_grad or k.requires_grad or v.requires_grad):
-            if not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
-                return q, k, v
-        return _tma_ready(q), _tma_ready(k), _tma_ready(v)
+    def prepare(self, request: Request) -> Launch | None:
+        """See flash3.plan.Plan."""
+        if self.nothing or self.no_keys or request.k_sequences.kind is SequenceKind.PAGED:
+            return None
+        return self._launch(request)
 
-    def _prepare(self, q_layout: SequenceLayout, k_layout: SequenceLayout) -> tuple[Kernel, tuple[float | int, ...]]:
+    def _launch(self, request: Request) -> Launch:
+        layouts = _layout(request.q_sequences), _layout(request.k_sequences)
+        if layouts not in self.launches:
+            self.launches[layouts] = self._make_launch(*layouts)
+        return self.launches[layouts]
+
+    def _make_launch(self, q_layout: SequenceLayout, k_layout: SequenceLayout) -> Launch:
+        """Microseconds count in what this returns: what the problem and the layouts decide is decided here."""
         p = self.problem
         spec = launch.forward_spec(p.spec, p.sizes.scale, q_layout, k_layout)
-        return self.kernels(spec, self.tiles), launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors)
+        kernel = self.kernels(spec, self.tiles)
+        numbers = launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors)
+        straight = all(_straight(t.strides, t.dtype.bytes) for t in (p.q, p.k, p.v) if isinstance(t.dtype, DType))
+        leaves_rows = _leaves_rows(q_layout)
+        current_device = torch._C._cuda_getDevice
+
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sink: Tensor | None, q_arrays: Any, k_arrays: Any
+        ) -> None:
+            if not straight or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
+                q, k, v = _tma_ready(q), _tma_ready(k), _tma_ready(v)
+            index = q.get_device()
+            if index != current_device():
+                with torch.cuda.device(index):
+                    return run(q, k, v, out, lse, sink, q_arrays, k_arrays)
+            if leaves_rows:
+                _fill_empty(out, lse, sink=None)
+            kernel(q, k, v, out, lse, sink, counter(index), q_arrays, k_arrays, numbers)
+
+        return run
 
 
 def _straight(strides: tuple[int, ...], element_bytes: int) -> bool:
@@ -217,7 +219,7 @@ def _leaves_rows(layout: SequenceLayout) -> bool:
     return layout.kind is not SequenceKind.DENSE
 
 
-def _fill_empty(request: Request, out: Tensor, lse: Tensor | None, sink: Tensor | None) -> None:
+def _fill_empty(out: Tensor, lse: Tensor | None, sink: Tensor | None) -> None:
     """What rows without keys hold."""
     out.zero_()
     if lse is None:
@@ -247,10 +249,10 @@ _counters: dict[tuple[int, int], Tensor] = {}
 def counter(device: int) -> Tensor:
     """The work counter: 0 at every launch, and left at 0. One per stream, since launches of two streams may overlap; inside a graph
     capture a new one, since graphs may be replayed on any stream."""
-    if torch.cuda.is_current_stream_capturing():
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if stream and torch._C._cuda_isCurrentStreamCapturing():  # the default stream, 0, cannot capture
         return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
-    key = device, torch._C._cuda_getCurrentRawStream(device)
-    found = _counters.get(key)
+    found = _counters.get((device, stream))
     if found is None:
-        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+        found = _counters[device, stream] = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
     return found
