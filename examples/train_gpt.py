@@ -70,21 +70,21 @@ class Batch(NamedTuple):
     positions: Tensor  # (tokens,), from 0 in each document
     cu_seqlens: Tensor  # int32 (documents + 1,): where each document starts, and the end of the last one
     lengths: tuple[int, ...]  # of the documents
-    longest: int
-    shortest: int
+    bound: int  # on the lengths; the context, which is the same for every batch: a number that changed would compile again
 
     @staticmethod
-    def of(pieces: list[bytes], device: torch.device) -> Batch:
+    def of(pieces: list[bytes], context: int, device: torch.device) -> Batch:
         lengths = tuple(len(piece) - 1 for piece in pieces)
         inputs, targets = (bytearray().join(piece[cut] for piece in pieces) for cut in (slice(-1), slice(1, None)))
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # no batch is like another one here: compile for any number of documents at once
         return Batch(
             inputs=torch.frombuffer(inputs, dtype=torch.uint8).to(device, torch.int64),
             targets=torch.frombuffer(targets, dtype=torch.uint8).to(device, torch.int64),
             positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
-            cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
+            cu_seqlens=cu_seqlens,
             lengths=lengths,
-            longest=max(lengths),
-            shortest=min(lengths),
+            bound=context,
         )
 
 
@@ -111,7 +111,7 @@ def batches(size: Size, steps: int, device: torch.device, seed: int = 0) -> list
             rest = rest[len(piece) - 1 :]
             pieces.append(piece)
             room -= len(piece) - 1
-        found.append(Batch.of(pieces, device))
+        found.append(Batch.of(pieces, size.context, device))
     return found
 
 
@@ -127,8 +127,8 @@ def through_flash3(batch: Batch) -> Attend:
         flash3.attention_varlen,
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_k=batch.cu_seqlens,
-        max_seqlen_q=batch.longest,
-        max_seqlen_k=batch.longest,
+        max_seqlen_q=batch.bound,
+        max_seqlen_k=batch.bound,
         mask=Mask(causal=True),
     )
 
@@ -138,7 +138,7 @@ def sdpa_nested(batch: Batch) -> Attend:
 
     def nested(x: Tensor, repeats: int = 1) -> Tensor:
         x = x.repeat_interleave(repeats, dim=1)
-        bounds = {"min_seqlen": batch.shortest, "max_seqlen": batch.longest}
+        bounds = {"min_seqlen": 1, "max_seqlen": batch.bound}
         return torch.nested.nested_tensor_from_jagged(x, batch.cu_seqlens, **bounds).transpose(1, 2)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def sdpa_documents(batch: Batch) -> Attend:
 def sdpa_padded(batch: Batch) -> Attend:
     """torch's SDPA on a batch of documents padded at their ends, which a causal mask hides from everything else."""
     starts = batch.cu_seqlens[:-1, None]
-    gather = (starts + torch.arange(batch.longest, device=starts.device)).clamp(max=len(batch.inputs) - 1)
+    gather = (starts + torch.arange(batch.bound, device=starts.device)).clamp(max=len(batch.inputs) - 1)
     document = torch.searchsorted(batch.cu_seqlens, torch.arange(len(batch.inputs), device=starts.device), right=True) - 1
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -174,12 +174,13 @@ def sdpa_padded(batch: Batch) -> Attend:
 
 
 def torch_varlen(batch: Batch) -> Attend:
-    """torch's own function for packed sequences (CUDA only), the kernel that SDPA has behind nested tensors."""
+    """torch's own function for packed sequences (CUDA only): the kernel that SDPA has behind nested tensors, without their overhead."""
     from torch.nn.attention.varlen import varlen_attn
 
+    grouped = {"enable_gqa": True} if torch.__version__ >= (2, 13) else {}  # before, it goes without saying
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        return varlen_attn(q, k, v, batch.cu_seqlens, batch.cu_seqlens, batch.longest, batch.longest, window_size=(-1, 0))
+        return varlen_attn(q, k, v, batch.cu_seqlens, batch.cu_seqlens, batch.bound, batch.bound, window_size=(-1, 0), **grouped)
 
     return attend
 
