@@ -60,9 +60,9 @@ def _scale(q: Tensor, qv: Tensor | None, softmax_scale: float | None) -> float:
     return (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
 
 
-def _is_plain(q: Tensor, qv: Tensor | None, *descales: Tensor | None) -> bool:
+def _is_plain(q: Tensor, qv: Tensor | None, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None) -> bool:
     """Neither qv nor scales. FlashAttention-3 reads the descales for float8 only; callers pass them always."""
-    if all(descale is None for descale in descales):
+    if q_descale is None and k_descale is None and v_descale is None:
         return qv is None
     check_tensors(q=q)
     return qv is None and not _is_float8(q)
@@ -77,12 +77,13 @@ def _scales(q: Tensor, **descale: Tensor | None) -> dict[str, Any]:
 
 
 def _sink(s_aux: Tensor | None, sinks: Tensor | None) -> Tensor | None:
+    if s_aux is None and sinks is None:
+        return None
     if s_aux is not None and sinks is not None:
         raise ValueError("s_aux and sinks are two names of one argument: give one of them")
     name, given = ("sinks", sinks) if s_aux is None else ("s_aux", s_aux)
-    if given is None:
-        return None
     check_tensors(**{name: given})
+    assert given is not None
     return given.float()
 
 

@@ -17,7 +17,8 @@ class Plan:
     asked for). Backward, `run(request, saved, grads)`: see backends.base.
     prepare: forward, where the backend has a way without a Request: `prepare(request)` decides once what no tensor's values can change, and
     returns launch(q, k, v, out, lse, sink, q_arrays, k_arrays) for calls like this request in all but values; None: not for such requests.
-    q_arrays, k_arrays: None for a dense side, else (cu_seqlens, lengths, leftpad, batch_index), None where the layout has none.
+    Tensors are on the current device. q_arrays, k_arrays: None for a dense side, else (cu_seqlens, lengths, leftpad, batch_index), each a
+    tensor or None.
     tiles: the backend's own configuration (None where it has none); notes: what a user should know, one sentence each.
     """
 

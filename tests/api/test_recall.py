@@ -125,9 +125,9 @@ def test_other_tensors_are_other_calls(recalled, device):
         flash3.attention(*other)
     with pytest.raises(TypeError, match="one dtype"):
         flash3.attention(q, k.double(), v)
-    with pytest.raises(TypeError, match="v must be a torch.Tensor"):
+    with pytest.raises(TypeError, match=r"v must be a torch\.Tensor"):
         flash3.attention(q, k, [1])
-    with pytest.raises(ValueError, match="v has shape|and v"):
+    with pytest.raises(ValueError, match="all but the last dimension"):
         flash3.attention(q, k, v[:1])
     if device.type == "cuda":
         with pytest.raises(ValueError, match="one device"):
@@ -216,9 +216,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dispatch, "BACKENDS", {"stub": f"{module.__name__}:Stub"})
     dispatch.backend_named.cache_clear()
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(hopper, "_counters", {(-1, 0): torch.zeros(1, dtype=torch.int32)})
+    monkeypatch.setattr(hopper, "_counters", {(0, 0): torch.zeros(1, dtype=torch.int32)})
+    monkeypatch.setattr(hopper, "packed", lambda numbers: numbers)
     monkeypatch.setattr(recall, "CHECKED_FOR_FREE", ())
     monkeypatch.setattr(operators, "backward_plan", lambda *a: None)
     yield backend
@@ -243,15 +243,15 @@ CALLS = {
     "flash_attn_with_kvcache": lambda: flash_attn_with_kvcache(HALF[0], *HALF[1:], cache_seqlens=LENGTHS),
 }
 STEPS = {
-    "attention": 30,
-    "attention with its LSE": 30,
-    "attention with a sink": 32,
-    "attention with a gradient": 45,
-    "attention_varlen": 45,
-    "attention_kvcache": 45,
-    "flash_attn_func": 40,
+    "attention": 28,
+    "attention with its LSE": 28,
+    "attention with a sink": 28,
+    "attention with a gradient": 31,
+    "attention_varlen": 44,
+    "attention_kvcache": 36,
+    "flash_attn_func": 38,
     "flash_attn_varlen_func": 55,
-    "flash_attn_with_kvcache": 55,
+    "flash_attn_with_kvcache": 48,
 }
 """Calls of Python and C functions that a repeated call may take, the kernel included: host time, as far as it can be counted."""
 

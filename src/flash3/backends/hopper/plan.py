@@ -31,6 +31,13 @@ def compiled(spec: ForwardSpec, tiles: Tiles) -> Kernel:
     return kernel(spec, tiles)
 
 
+def packed(numbers: tuple[float | int, ...]) -> Any:
+    """As TVM-FFI keeps a tuple, so that it need not be made at every call."""
+    from tvm_ffi import convert
+
+    return convert(numbers)
+
+
 class HopperBackend:
     """CuTe DSL kernels for sm_90a.
 
@@ -126,7 +133,8 @@ class Forward:
         if request.k_sequences.kind is SequenceKind.PAGED:
             request = gathered(request)
         arrays = _arrays(request.q_sequences), _arrays(request.k_sequences)
-        self._launch(request)(request.q, request.k, request.v, out, lse, request.sink, *arrays)
+        with torch.cuda.device_of(out):
+            self._launch(request)(request.q, request.k, request.v, out, lse, request.sink, *arrays)
 
     def prepare(self, request: Request) -> Launch | None:
         """See flash3.plan.Plan."""
@@ -145,23 +153,17 @@ class Forward:
         p = self.problem
         spec = launch.forward_spec(p.spec, p.sizes.scale, q_layout, k_layout)
         kernel = self.kernels(spec, self.tiles)
-        numbers = launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors)
+        numbers = packed(launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors))
         straight = all(_straight(t.strides, t.dtype.bytes) for t in (p.q, p.k, p.v) if isinstance(t.dtype, DType))
         leaves_rows = _leaves_rows(q_layout)
-        current_device = torch._C._cuda_getDevice
+        device = p.device.index
 
-        def run(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sink: Tensor | None, q_arrays: Any, k_arrays: Any
-        ) -> None:
+        def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sink: Any, q_arrays: Any, k_arrays: Any) -> None:
             if not straight or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
                 q, k, v = _tma_ready(q), _tma_ready(k), _tma_ready(v)
-            index = q.get_device()
-            if index != current_device():
-                with torch.cuda.device(index):
-                    return run(q, k, v, out, lse, sink, q_arrays, k_arrays)
             if leaves_rows:
                 _fill_empty(out, lse, sink=None)
-            kernel(q, k, v, out, lse, sink, counter(index), q_arrays, k_arrays, numbers)
+            kernel(q, k, v, out, lse, sink, counter(device), q_arrays, k_arrays, numbers)
 
         return run
 

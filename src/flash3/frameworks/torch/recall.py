@@ -10,12 +10,14 @@ Values (lengths, page tables) are no metadata: where they are to be checked, no 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
+from torch import Tensor, is_grad_enabled
+from torch._C import _len_torch_function_stack
+from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 
 from ... import dispatch
@@ -50,7 +52,7 @@ def key_of(q: Tensor, k: Tensor, *said: Any) -> Key:
     scale. None: these are no tensors with a shape, and the checks will say so. Another setting, registry or dispatcher is another key.
     """
     try:
-        return (q.shape, k.shape, torch.is_grad_enabled(), current("backend"), dispatch.choose, len(dispatch.BACKENDS), *said)
+        return (q.shape, k.shape, is_grad_enabled(), current("backend"), dispatch.choose, len(dispatch.BACKENDS), *said)
     except (AttributeError, RuntimeError):
         return None
 
@@ -69,7 +71,7 @@ def find(key: Key, tensors: tuple[Tensor, ...]) -> Path | None:
         paths = None if key is None else _paths.get(key)
     except TypeError:  # what cannot be hashed is no option: the checks will refuse it by name
         return None
-    if paths is not None and forward_ad._current_level < 0 and not torch._C._len_torch_function_stack():
+    if paths is not None and forward_ad._current_level < 0 and not _len_torch_function_stack():
         for (guard, firsts, repeats), path in paths:
             if not repeats:
                 if guard(*tensors):
@@ -92,7 +94,7 @@ def remember(
     """
     if key is None or not operators.unwatched(a.q, a.k, a.v) or _paths.get(key) == () or any(t.stride(-1) != 1 for t in (a.q, a.k, a.v)):
         return
-    wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    wants_gradient = is_grad_enabled() and any(t.requires_grad for t in tensors)
     guard = _guard(tensors)
     if guard is None or (wants_gradient and differentiate is None):
         return
@@ -112,7 +114,7 @@ def _guard(tensors: tuple[Tensor, ...]) -> Guard | None:
     firsts = sorted(place.values())
     once = [tensors[i] for i in firsts]
     sizes, strides = [list(t.shape) for t in once], [list(t.stride()) for t in once]
-    check = TensorGuards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
+    check = guards.TensorGuards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
     repeats = [(place[id(t)], j) for j, t in enumerate(tensors) if place[id(t)] != j]
     return (check, firsts, repeats) if check(*once) else None
 
@@ -129,19 +131,33 @@ def _forward(a: Arguments, lse: bool) -> Path | None:
         return _by_request(ready, request) if dense and a.sink is None else None
     new_out = _allocator(ready.out_shape, ready.out_dtype, device)
     new_lse = None if ready.lse_shape is None else _allocator(ready.lse_shape, torch.float32, device)
-    if not dense or a.sink is not None:
-        return _with_arrays(launch, a, new_out, new_lse)
+    index, current_device = device.index, _current_device if device.type == "cuda" else lambda: None
+    pick = _picker(a)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Result:
+    def dense_without_lse(q: Tensor, k: Tensor, v: Tensor) -> Result:
+        if current_device() != index:
+            return _on(device, dense_without_lse, q, k, v)
         out = new_out()
-        if new_lse is None:
-            launch(q, k, v, out, None, None, None, None)
-            return out
-        lse = new_lse()
-        launch(q, k, v, out, lse, None, None, None)
-        return out, lse
+        launch(q, k, v, out, None, None, None, None)
+        return out
 
-    return run
+    def any_other(*tensors: Tensor) -> Result:
+        if current_device() != index:
+            return _on(device, any_other, *tensors)
+        out, lse = new_out(), None if new_lse is None else new_lse()
+        launch(*tensors[:3], out, lse, *pick(tensors))
+        return out if lse is None else (out, lse)
+
+    return dense_without_lse if dense and a.sink is None and new_lse is None else any_other
+
+
+def _current_device() -> int:
+    return torch._C._cuda_getDevice()  # torch.cuda.current_device without its look at whether CUDA is up
+
+
+def _on(device: torch.device, path: Path, *tensors: Tensor) -> Result:
+    with torch.cuda.device(device):
+        return path(*tensors)
 
 
 def _by_request(ready: plans.Prepared, request: Request) -> Path:
@@ -157,9 +173,11 @@ def _by_request(ready: plans.Prepared, request: Request) -> Path:
     return run
 
 
-def _with_arrays(launch: Callable[..., None], a: Arguments, new_out: Allocate, new_lse: Allocate | None) -> Path:
-    """With a sink, or arrays: `places` says where each stands among a call's tensors and None."""
+def _picker(a: Arguments) -> Callable[[tuple[Tensor, ...]], tuple[Any, ...]]:
+    """From the tensors of a call like this one: its sink, q_arrays and k_arrays."""
     given = [name for name, value in zip(a._fields[: operators.TENSORS], a, strict=False) if value is not None]
+    if given == ["q", "k", "v"]:
+        return lambda tensors: (None, None, None)
 
     def places(*names: str) -> list[int] | None:
         found = [given.index(n) if n in given else len(given) for n in names]
@@ -169,19 +187,17 @@ def _with_arrays(launch: Callable[..., None], a: Arguments, new_out: Allocate, n
     q_places = places("cu_seqlens_q", "seqused_q", "", "")
     k_places = places("cu_seqlens_k", "seqused_k", "leftpad", "batch_index")
 
-    def run(*tensors: Tensor) -> Result:
-        q, k, v = tensors[:3]
+    def pick(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
         at = (*tensors, None)
         q_arrays = None if q_places is None else tuple([at[i] for i in q_places])
         k_arrays = None if k_places is None else tuple([at[i] for i in k_places])
-        out, lse = new_out(), None if new_lse is None else new_lse()
-        launch(q, k, v, out, lse, at[sink], q_arrays, k_arrays)
-        return out if lse is None else (out, lse)
+        return at[sink], q_arrays, k_arrays
 
-    return run
+    return pick
 
 
 def _allocator(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Allocate:
-    """torch.empty, for less: like a template of one element, whose type and device need no parsing."""
-    template = torch.empty(1, dtype=dtype, device=device).expand(shape)
-    return functools.partial(torch.empty_like, template, memory_format=torch.contiguous_format)
+    """torch.empty on the current device, for a third of the time: what Inductor's code calls."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    allocate = guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu  # type: ignore[attr-defined]
+    return functools.partial(allocate, tuple(shape), tuple(strides), dtype)
