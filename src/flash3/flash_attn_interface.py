@@ -23,7 +23,6 @@ from .frameworks.torch.kvcache import KVCache, NewTokens, Rotary, attend, over
 from .frameworks.torch.merging import merge
 from .frameworks.torch.operators import Arguments
 from .mask import MAX_POSITION, Mask
-from .settings import settings
 
 __all__ = [
     "flash_attn_combine",
@@ -322,7 +321,7 @@ def flash_attn_with_kvcache(
         kinds = (q, k_cache, v_cache, sink, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table)
         tensors = tuple([t for t in kinds if t is not None])
         options_ = (mask, softmax_scale, type(softmax_scale), softcap, type(softcap), return_softmax_lse, longest)
-        said = recall.saying("flash_attn_with_kvcache", *options_, settings.check_values, *[t is None for t in kinds])
+        said = recall.saying("flash_attn_with_kvcache", *options_, *[t is None for t in kinds])
         path = recall.find(said, tensors)
         if path is not None:
             return _with_empty_parts(_deliver(path(*tensors), out), q)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,11 @@ def kernels_of(found: list[Request], monkeypatch: pytest.MonkeyPatch) -> set[tup
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(causal=True, left=100), Mask(chunk=64)], ids=str)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_batch_lengths_and_strides_do_not_recompile(d: int, mask: Mask, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths of one class (up to 512, 1k, 2k, more) share a kernel; so do window widths and offsets."""
-    assert len(kernels_of(requests(d, mask, longest), monkeypatch)) == 1
+    """Lengths of one class (up to 512, 1k, 2k, more) share a kernel; so do window widths and offsets. Where few queries share a tile among
+    the heads of a group, that is a second one."""
+    found = kernels_of(requests(d, mask, longest), monkeypatch)
+    assert len(found) <= 2
+    assert len({(spec, replace(tiles, heads=1)) for spec, tiles in found}) == 1
 
 
 def test_packed_batches_do_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:

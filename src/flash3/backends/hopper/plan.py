@@ -75,7 +75,7 @@ class HopperBackend:
         """
         spec = problem.spec
         base = launch.forward_spec(spec, problem.sizes.scale, _least(spec.q_sequences), _least(spec.k_sequences))
-        chosen = tiles or heuristics.choose(base, problem.sizes.k_len)
+        chosen = tiles or heuristics.choose(base, problem.sizes.k_len, problem.sizes.q_len)
         wrong = budget.problems(base, chosen)
         if wrong:
             raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
@@ -127,11 +127,16 @@ class Forward:
         self.no_keys = math.prod(p.k.shape) == 0
 
     def __call__(self, request: Request, out: Tensor, lse: Tensor | None) -> None:
-        if self.nothing or self.no_keys:
-            _fill_empty(out, lse, sink=None if self.nothing else request.sink)
+        if self.nothing:  # but perhaps rows of no sequence
+            _fill_empty(out, lse, sink=None)
             return
         if request.k_sequences.kind is SequenceKind.PAGED:
             request = gathered(request)
+        if self.no_keys and request.q_sequences.kind is SequenceKind.DENSE:
+            _fill_empty(out, lse, sink=request.sink)
+            return
+        if self.no_keys:  # TMA needs some storage, and only the device knows which rows are a sequence's
+            request = with_empty_keys(request, self.problem.sizes.batch)
         arrays = _arrays(request.q_sequences), _arrays(request.k_sequences)
         with torch.cuda.device_of(out):
             self._launch(request)(request.q, request.k, request.v, out, lse, request.sink, *arrays)
@@ -155,14 +160,11 @@ class Forward:
         kernel = self.kernels(spec, self.tiles)
         numbers = packed(launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors))
         straight = all(_straight(t.strides, t.dtype.bytes) for t in (p.q, p.k, p.v) if isinstance(t.dtype, DType))
-        leaves_rows = _leaves_rows(q_layout)
         device = p.device.index
         current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a torch without CUDA only plans
         counters = _counters.setdefault(device, {})
 
         def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sink: Any, q_arrays: Any, k_arrays: Any) -> None:
-            if leaves_rows:
-                _fill_empty(out, lse, sink=None)
             stream = current_stream(device)
             work = counters.get(stream)
             if work is None or stream:
@@ -203,6 +205,13 @@ def gathered(request: Request) -> Request:
     return replace(request, k=copy(request.k), v=copy(request.v), k_sequences=padded)
 
 
+def with_empty_keys(request: Request, batch: int) -> Request:
+    """A request without any key, its keys in padded storage of which every sequence uses nothing."""
+    k, v = (t.new_zeros(batch, 1, *t.shape[-2:]) for t in (request.k, request.v))
+    lengths = torch.zeros(batch, dtype=torch.int32, device=k.device)
+    return replace(request, k=k, v=v, k_sequences=Padded(lengths=lengths))
+
+
 def _layout(sequences: Sequences) -> SequenceLayout:
     match sequences:
         case Dense():
@@ -228,11 +237,6 @@ def _arrays(sequences: Sequences) -> tuple[Tensor | None, ...] | None:
         case Padded():
             return None, sequences.lengths, sequences.leftpad, sequences.batch_index
     return None
-
-
-def _leaves_rows(layout: SequenceLayout) -> bool:
-    """Whether storage may hold rows of no sequence, which no tile writes. (Packed storage may be longer than its last sequence.)"""
-    return layout.kind is not SequenceKind.DENSE
 
 
 def _fill_empty(out: Tensor, lse: Tensor | None, sink: Tensor | None) -> None:

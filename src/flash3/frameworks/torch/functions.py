@@ -15,7 +15,6 @@ from ... import dispatch
 from ...dispatch import Explanation
 from ...mask import FULL, Mask
 from ...problem import Problem, check_differentiable, check_options
-from ...settings import current
 from . import operators, recall
 from .describe import DTYPES, describe
 from .operators import Arguments, mask_numbers
@@ -254,7 +253,7 @@ def attention_varlen(
     given: Any = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     tensors = tuple([t for t in given if t is not None])
     options_ = (mask, scale, type(scale), softcap, type(softcap), return_lse, deterministic, backend, longest_q, longest_k)
-    said = recall.saying("varlen", *options_, current("check_values"), *[t is None for t in given])
+    said = recall.saying("varlen", *options_, *[t is None for t in given])
     path = recall.find(said, tensors)
     if path is not None:
         return path(*tensors)

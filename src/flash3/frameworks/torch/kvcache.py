@@ -104,7 +104,7 @@ def attention_kvcache(
         given = (q, cache.k, cache.v, sink, cu_seqlens_q, cache.lengths, cache.leftpad, cache.batch_index, cache.page_table)
         tensors = tuple([t for t in given if t is not None])
         options_ = (mask, scale, type(scale), softcap, type(softcap), return_lse, backend, longest)
-        said = recall.saying("kvcache", *options_, settings.check_values, *[t is None for t in given])
+        said = recall.saying("kvcache", *options_, *[t is None for t in given])
         path = recall.find(said, tensors)
         if path is not None:
             return path(*tensors)
