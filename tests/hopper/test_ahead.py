@@ -33,7 +33,7 @@ def test_calls_find_their_kernels(d: int, causal: bool) -> None:
     for layout, call in calls.items():
         found = ahead.keys_of(ahead.requests(DType.BF16, d, mask, 4, layout))
         assert set(ahead.keys_of([call])) <= set(found)
-        assert len(found) == len(set(found)) <= 8
+        assert len(found) == len(set(found)) <= 16
 
 
 def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
