@@ -28,6 +28,7 @@ VARIABLES = (
     Variable("FLASH3_BACKEND", "backend", "", "use this backend only (hopper, triton, cpu); empty: the first that fits"),
     Variable("FLASH3_CHECK", "check_values", "0", "1: also validate values that live on a GPU (lengths, page tables); this synchronizes"),
     Variable("FLASH3_CACHE_DIR", "cache_dir", "", "where compiled kernels are kept; empty: the user's cache folder"),
+    Variable("FLASH3_TUNED", "tuned", "", "a table of tuned tiles to take before the shipped one; off: no table"),
 )
 
 _FALSE = {"", "0", "false", "no", "off"}
@@ -93,6 +94,7 @@ class _Settings(types.ModuleType):
 backend: str | None
 check_values: bool
 cache_dir: str | None
+tuned: str | None
 
 settings = sys.modules[__name__]
 settings.__class__ = _Settings

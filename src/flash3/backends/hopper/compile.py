@@ -4,7 +4,6 @@ import functools
 import hashlib
 import importlib.metadata
 import platform
-import sys
 from pathlib import Path
 
 import cutlass.cute as cute
@@ -95,8 +94,8 @@ def load_object(path: Path):
 
 @functools.cache
 def source_hash() -> str:
-    """Of every file that the generated code depends on: all of this folder but the plan, which only calls it."""
-    kernels = [f for f in sorted(Path(__file__).parent.glob("*.py")) if f.name != "plan.py"]
+    """Of every file that the generated code depends on: all of this folder but those that only choose among kernels and call them."""
+    kernels = [f for f in sorted(Path(__file__).parent.glob("*.py")) if f.name not in ("plan.py", "space.py")]
     files = [*kernels, *(Path(m.__file__) for m in (mask, problem, sequences))]
     text = hashlib.sha256()
     for file in files:
@@ -107,8 +106,7 @@ def source_hash() -> str:
 def fingerprint() -> str:
     """What the code of a key depends on besides the key."""
     versions = [importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
-    python = ".".join(map(str, sys.version_info[:2]))
-    return " ".join([source_hash(), *versions, python, platform.machine(), TARGET])
+    return " ".join([source_hash(), *versions, platform.machine(), TARGET])  # no Python version: an object holds machine code only
 
 
 @functools.cache
@@ -119,3 +117,8 @@ def _cache(folder: str | None) -> KernelCache:
 def kernel(spec: ForwardSpec, tiles: Tiles):
     """The function of a key, ready to launch: compiled once, then kept in memory and on disk."""
     return _cache(settings.cache_dir).get((spec, tiles), functools.partial(build_object, spec, tiles), load_object)
+
+
+def warm(spec: ForwardSpec, tiles: Tiles) -> bool:
+    """Have the kernel of a key on disk. False: it was there."""
+    return _cache(settings.cache_dir).warm((spec, tiles), functools.partial(build_object, spec, tiles))
