@@ -6,8 +6,9 @@ the last key head. A band of rows is a call of its own, with the mask's offset m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -37,40 +38,65 @@ class Errors:
         return self.max_error / self.max_allowed if self.max_allowed else float(self.max_error > 0)
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A part of a result: where it lies, what it should be, and how well plain torch hits it."""
+
+    at: Callable[[tuple[Tensor, ...]], Tensor]
+    exact: Tensor
+    plain: Tensor
+
+
+class Truth:
+    """What the results of a case should be, where they are sampled; made once, for all providers."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """None at all: the gradients of so large a call are left unchecked."""
+        return list(_backward(self.case) if self.case.task is Task.BACKWARD else _forward(self.case))
+
+    def errors(self, outputs: tuple[Tensor, ...]) -> Errors | None:
+        """Of a provider's outputs, (out,) or (dq, dk, dv). None: too large to be checked."""
+        queries = self.case.request.q
+        if outputs[0].shape[:-1] != queries.shape[:-1]:
+            return Errors(float("inf"), 0.0, (f"shape {tuple(outputs[0].shape)} for queries {tuple(queries.shape)}",))
+        factor = GRADIENT_FACTOR if self.case.task is Task.BACKWARD else 2.0
+        reports = [reference.compare(s.at(outputs), s.exact, s.plain, factor=factor) for s in self.samples]
+        if not reports:
+            return None
+        faults = tuple(dict.fromkeys(fault for report in reports for fault in report.faults))
+        worst = max(reports, key=lambda report: report.max_error / max(report.max_allowed, 1e-30))
+        return Errors(worst.max_error, worst.max_allowed, faults)
+
+
 def errors(case: Case, outputs: tuple[Tensor, ...]) -> Errors | None:
-    """Of a provider's outputs, (out,) or (dq, dk, dv). None: too large to be checked."""
-    if outputs[0].shape[:-1] != case.request.q.shape[:-1]:
-        return Errors(float("inf"), 0.0, (f"shape {tuple(outputs[0].shape)} for queries {tuple(case.request.q.shape)}",))
-    reports = list(_backward(case, outputs) if case.task is Task.BACKWARD else _forward(case, outputs[0]))
-    if not reports:
-        return None
-    faults = tuple(dict.fromkeys(fault for report in reports for fault in report.faults))
-    worst = max(reports, key=lambda report: report.max_error / max(report.max_allowed, 1e-30))
-    return Errors(worst.max_error, worst.max_allowed, faults)
+    """Of one result."""
+    return Truth(case).errors(outputs)
 
 
-def _forward(case: Case, out: Tensor) -> Iterator[reference.Report]:
+def _forward(case: Case) -> Iterator[Sample]:
     for part, where in _parts(case):
         for first in _bands(part.q.shape[1]):
             band = _band(part, first)
-            want, _ = reference.attention(band)
+            rows = slice(first, first + band.q.shape[1])
+            exact, _ = reference.attention(band)
             with torch.no_grad():
                 plain, _ = reference.plain(band)
-            ours = where(out)[:, first : first + band.q.shape[1]]
-            yield reference.compare(ours, want, plain)
+            yield Sample(lambda outputs, where=where, rows=rows: where(outputs[0])[:, rows], exact, plain)  # type: ignore[misc]
 
 
-def _backward(case: Case, gradients: tuple[Tensor, ...]) -> Iterator[reference.Report]:
+def _backward(case: Case) -> Iterator[Sample]:
+    assert case.d_out is not None
     for part, where in _parts(case):
         if part.q.shape[1] * part.q.shape[2] * part.k.shape[1] > MOST_PAIRS:
             return
         d_out = where(case.d_out)
-        assert d_out is not None
-        exact = reference.gradients(part, d_out)
-        plain = reference.plain_gradients(part, d_out)
-        places = (where, where.keys, where.keys)
-        for ours, want, rough, at in zip(gradients, exact, plain, places, strict=False):
-            yield reference.compare(at(ours), want, rough, factor=GRADIENT_FACTOR)
+        exact, plain = reference.gradients(part, d_out), reference.plain_gradients(part, d_out)
+        for i, at in enumerate((where, where.keys, where.keys)):
+            yield Sample(lambda outputs, i=i, at=at: at(outputs[i]), exact[i], plain[i])  # type: ignore[misc, arg-type]
 
 
 @dataclass(frozen=True)

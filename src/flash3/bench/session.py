@@ -116,6 +116,7 @@ def _measure(plan: Plan, workload: Workload, task: Task, report: Report) -> None
 
 def _ready(plan: Plan, case: Case, rows: dict[str, Row], cold: bool) -> Iterator[tuple[str, Clock]]:
     """Providers that run at all, as clocks; the rows of the others say why they do not."""
+    truth = accuracy.Truth(case)
     for provider in plan.providers:
         row = rows[provider.name]
         with _row_errors([row]):
@@ -123,7 +124,7 @@ def _ready(plan: Plan, case: Case, rows: dict[str, Row], cold: bool) -> Iterator
             outputs = _first_call(plan, prepared, row)
             row.note = prepared.note
             if plan.check:
-                _check(case, outputs, row)
+                _check(truth, outputs, row)
             clock = clock_for(prepared.call, prepared.wait, plan.device, cold, prepared.may_graph)
             row.timing = clock.timing.value
             yield provider.name, clock
@@ -145,8 +146,8 @@ def _first_call(plan: Plan, prepared: Prepared, row: Row) -> tuple[Tensor, ...]:
     return prepared.outputs(result)
 
 
-def _check(case: Case, outputs: tuple[Tensor, ...], row: Row) -> None:
-    found = accuracy.errors(case, outputs)
+def _check(truth: accuracy.Truth, outputs: tuple[Tensor, ...], row: Row) -> None:
+    found = truth.errors(outputs)
     if found is not None:
         row.max_error, row.max_allowed = found.max_error, found.max_allowed
         row.faults = list(found.faults)

@@ -218,10 +218,15 @@ def even(name: str, batch: int, q_len: int, heads: int | tuple[int, int], dim: i
 def paper() -> Iterator[Workload]:
     """The FlashAttention-3 paper's grid: 16k tokens in all, hidden size 2048, lengths 512 … 16k, three head dims, full and causal."""
     for dim in (64, 128, 256):
-        for mask in (FULL, CAUSAL):
-            for length in (512, 1024, 2048, 4096, 8192, 16384):
-                name = f"paper/d{dim}-{describe_mask(mask)}-{short_number(length)}"
-                yield even(name, PAPER_TOKENS // length, length, PAPER_HIDDEN // dim, dim, mask=mask)
+        for causal in (False, True):
+            yield from (paper_cell(dim, causal, length) for length in (512, 1024, 2048, 4096, 8192, 16384))
+
+
+def paper_cell(dim: int, causal: bool, length: int) -> Workload:
+    """One cell of the paper's grid."""
+    mask = CAUSAL if causal else FULL
+    name = f"paper/d{dim}-{describe_mask(mask)}-{short_number(length)}"
+    return even(name, PAPER_TOKENS // length, length, PAPER_HIDDEN // dim, dim, mask=mask)
 
 
 def lognormal(count: int, total: int, seed: int = 0) -> tuple[tuple[int, int], ...]:

@@ -66,7 +66,6 @@ class Outcome:
     candidates: list[Candidate]
     winner: Candidate | None = None
     gain: float = 1.0
-    resumed: bool = False
 
     @property
     def own(self) -> Candidate:
@@ -77,8 +76,7 @@ class Outcome:
 class Tuner:
     """How to search.
 
-    limit: most candidates of a workload, the nearest to the heuristic's choice; None: all. rounds, budget_ms: of the first rung. clock: what
-    times a call; tests bring their own.
+    limit: most candidates of a workload, the nearest to the heuristic's choice; None: all. rounds, budget_ms: of the first rung.
     """
 
     device: torch.device
@@ -88,7 +86,6 @@ class Tuner:
     rounds: int = 3
     budget_ms: float = 1.0
     seed: int = 0
-    clock: Callable[[Callable[[], Any], torch.device], Clock] = lambda call, device: clock_for(call, None, device, cold=False)
     say: Callable[[str], object] = lambda text: None
 
     def tune(self, workload: Workload, task: Task, backend: str | None = None) -> Outcome:
@@ -107,12 +104,14 @@ class Tuner:
             space = list(chosen.tuning_space(problem))[: self.limit]
             outcome = Outcome(workload, task, name, [Candidate(tiles, chosen.footprint(problem, tiles)) for tiles in space])
             runs = Runs(case, problem, name)
-            known = len(self.journal)
             self._compile(outcome, problem)
             self._check(outcome, runs)
             self._halve(outcome, runs)
-            outcome.resumed = known > 0
         return outcome
+
+    def clock(self, runs: Runs, tiles: Any) -> Clock:
+        """What times a candidate."""
+        return clock_for(runs.call(tiles), None, self.device, cold=False)
 
     def _key(self, outcome: Outcome, *rest: str) -> tuple[str, ...]:
         return (outcome.workload.name, outcome.task.value, outcome.backend, *rest)
@@ -156,7 +155,7 @@ class Tuner:
         key = self._key(outcome, "rung", str(rung), *(c.label for c in left))
         fact = self.journal.known(*key)
         if fact is None:
-            clocks = {c.label: self.clock(runs.call(c.tiles), self.device) for c in left}
+            clocks = {c.label: self.clock(runs, c.tiles) for c in left}
             times: dict[str, list[float]] = {label: [] for label in clocks}
             for measured in protocol.run(clocks):
                 for label, ms in measured.items():
@@ -208,6 +207,10 @@ class Runs:
         return out, torch.full(self.problem.lse_shape, torch.nan, device=device)
 
     @functools.cached_property
+    def _truth(self) -> accuracy.Truth:
+        return accuracy.Truth(self.case)
+
+    @functools.cached_property
     def _saved(self) -> Saved:
         """Of the forward, by whoever serves it."""
         request = forward_of(self.case)
@@ -224,7 +227,7 @@ class Runs:
                 for again, first in zip(call(), results, strict=True):
                     if not torch.equal(again, first):
                         return "repeated launches differ"
-            found = accuracy.errors(self.case, tuple(results))
+            found = self._truth.errors(tuple(results))
         except Exception as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return "" if found is None else "; ".join(found.faults)
