@@ -51,7 +51,7 @@ def kernel(name: str, shown: str) -> Provider:
 
 
 def contenders(w: Workload, variants: bool, peers: list[Provider]) -> list[Provider]:
-    """The configuration that the heuristic takes, as `flash3`; the peers; the other configurations of this cell that gpu_check found right."""
+    """The heuristic's configuration, as `flash3`; the peers; the other configurations of this cell that gpu_check found right."""
     spec = ForwardSpec(qk_width=w.head_dim, v_width=w.value_dim, mask_kind=w.mask.kind)
     chosen = name_of(spec, heuristics.choose(spec, w.k_len))
     good = GOOD.read_text().split() if GOOD.exists() else []

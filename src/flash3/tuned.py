@@ -108,7 +108,6 @@ def write(path: Path, table: Table) -> None:
     write_whole(path, text.encode(), mode=0o644)
 
 
-
 # ------------------------------------------------------------------------------------------------ dataclasses as JSON
 
 

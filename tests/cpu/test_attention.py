@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash3 import reference
 from flash3.backends.cpu import backward, blocks, forward, fused, plan
+from flash3.backends.cpu.tiles import Method, Tiles
 from flash3.mask import Mask
 from flash3.problem import DType, Problem, Request, Task
 from flash3.reference.error import check

@@ -20,6 +20,7 @@ from flash3.bench.roofline import model_named
 from flash3.bench.workloads import WORKLOADS
 from flash3.mask import MaskKind
 from flash3.problem import Task
+from flash3.settings import override
 from flash3.tune import ahead, search
 from flash3.tune.journal import Journal
 from flash3.tune.search import Candidate, Tuner, entry, survivors
@@ -120,7 +121,7 @@ def test_what_does_not_compile_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {c.fault for c in outcome.candidates if c.fault} == {"does not compile: no registers left"}
 
 
-@pytest.mark.parametrize("dies_after", [0, 10, 60, 90])
+@pytest.mark.parametrize("dies_after", [0, 60, 90])
 def test_a_killed_run_goes_on(tmp_path: Path, dies_after: int) -> None:
     """Whatever was written before the kill is not measured again, and the result is the same."""
     path = tmp_path / "t.journal"
@@ -210,12 +211,14 @@ def test_orders_share_kernels() -> None:
     assert len(more) == 5
 
 
-def test_compiling_in_other_processes_tells_what_fails() -> None:
+def test_compiling_in_other_processes_tells_what_fails(tmp_path: Path) -> None:
     """Through real processes: tiles that the budget refuses reach no compiler."""
     from flash3.tune.ahead import Order, compile_all
 
     workload, device = WORKLOADS["paper/d128-full-4k"], model_named("h200").device
-    results = list(compile_all([Order("cpu", "cpu", WINDOW.problem(device)), Order("bad", "hopper", workload.problem(device), "no tiles")], jobs=1))
+    orders = [Order("cpu", "cpu", WINDOW.problem(device)), Order("bad", "hopper", workload.problem(device), "no tiles")]
+    with override(cache_dir=str(tmp_path)):
+        results = list(compile_all(orders, jobs=1))
     assert [(r.order.label, r.built) for r in results] == [("cpu", False), ("bad", False)]
     assert results[0].error == ""
     assert results[1].error

@@ -127,7 +127,9 @@ def test_what_does_not_fit_is_ignored_with_a_warning(tmp_path: Path, tiles: dict
             CpuBackend().plan(WORKLOAD.problem(CPU))
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 7, "device": "cpu", "entries": []}', '{"format": 1, "device": "cpu", "entries": [{"x": 1}]}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"format": 7, "device": "cpu", "entries": []}', '{"format": 1, "device": "cpu", "entries": [{"x": 1}]}']
+)
 def test_a_bad_file_is_no_reason_to_stop(tmp_path: Path, content: str) -> None:
     path = tmp_path / "t.json"
     path.write_text(content)

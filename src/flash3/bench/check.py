@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -15,15 +15,10 @@ from ..tune.ahead import Order, compile_all
 from . import accuracy
 from .case import make
 from .providers import Unsupported, providers
-from .workloads import WORKLOADS, Workload
+from .workloads import Workload, select
 
-NAMES = (
-    "paper/d64-full-4k", "paper/d64-causal-4k", "paper/d128-full-4k", "paper/d128-causal-4k", "paper/d256-full-4k", "paper/d256-causal-4k",
-    "gqa/prefill-2k", "gqa/chunk-of-a-prompt", "packed/lognormal-64k-full", "packed/lognormal-64k-causal", "window/1k-of-16k",
-    "window/chunks-of-8k", "decode/b8-8k", "decode/b8-8k-paged", "decode/b8-8k-speculative", "models/deepseek-v3", "models/gemma-2-9b-window",
-    "models/gpt-oss-window", "fp8/d128-causal-8k",
-)  # fmt: skip
-"""One for each feature; each is checked in its small size."""
+GROUP = "check"
+"""Of the named workloads."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +38,6 @@ class Finding:
         return not self.faults
 
 
-def small_workloads() -> list[Workload]:
-    return [replace(WORKLOADS[name].small(), name=name) for name in NAMES]
-
-
 def backends_here(device: torch.device, wanted: Sequence[str]) -> list[str]:
     """Backends that support something on this device, of those wanted (empty: all).
 
@@ -55,14 +46,16 @@ def backends_here(device: torch.device, wanted: Sequence[str]) -> list[str]:
     """
     for name in wanted:
         backend_named(name)
-    probe = WORKLOADS["paper/d64-full-512"].small()
+    probe = select([GROUP])[0]
     problem = Problem.of(make(probe, Task.FORWARD, device).request, describe)
     return [name for name in wanted or BACKENDS if wanted or not isinstance(backend_named(name).support(problem), Refusal)]
 
 
-def check(device: torch.device, backends: Sequence[str], tasks: Sequence[Task], say: Callable[[str], object] = lambda _: None) -> Iterator[Finding]:
+def check(
+    device: torch.device, backends: Sequence[str], tasks: Sequence[Task], say: Callable[[str], object] = lambda _: None
+) -> Iterator[Finding]:
     """Every small workload on every backend. Kernels are compiled first, in parallel."""
-    todo = [(backend, workload, task) for backend in backends for workload in small_workloads() for task in tasks]
+    todo = [(backend, workload, task) for backend in backends for workload in select([GROUP]) for task in tasks]
     for i, done in enumerate(compile_all(list(_orders(device, todo))), start=1):
         say(f"{done.order.backend}: compiled {i}")
     for backend, workload, task in todo:

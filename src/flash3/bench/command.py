@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 WRONG, COULD_NOT_RUN, INTERRUPTED = 1, 2, 130  # exit codes; 0: all is well
 KINDS = (".json", ".csv", ".png", ".svg", ".html")
+PAINTED = (".png", ".svg", ".html")
 
 EXAMPLES = """\b
 Examples:
@@ -34,7 +35,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to s
 
 def bench(
     workloads: Words = None,
-    provider: Annotated[list[str] | None, typer.Option("--provider", "-p", help="Who runs; repeat it. Default: flash3 and the usual peers.")] = None,
+    provider: Annotated[
+        list[str] | None, typer.Option("--provider", "-p", help="Who runs; repeat it. Default: flash3 and the usual peers.")
+    ] = None,
     task: Annotated[list[str] | None, typer.Option("--task", "-t", help="forward (default) or backward; repeat it for both.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Another dtype for every workload.")] = None,
@@ -57,9 +60,10 @@ def bench(
     from rich.console import Console
 
     quiet_threads()
-    from .session import COLD, WARM, AUTO, Plan
+    from . import providers
+    from . import workloads as named
     from .protocol import Interleaved, Solo
-    from . import providers, workloads as named
+    from .session import AUTO, COLD, WARM, Plan
 
     if show_names:
         list_names(Console())
@@ -239,9 +243,13 @@ def checked_outputs(files: list[Path], kinds: tuple[str, ...]) -> list[Path]:
     """Files whose suffix is known.
 
     Raises:
-        ValueError: one is not.
+        ValueError: one is not, or what paints it is not installed.
     """
+    import importlib.util
+
     for path in files:
         if path.suffix not in kinds:
             raise ValueError(f"--output must end in {', '.join(kinds)}, got {str(path)!r}")
+        if path.suffix in PAINTED and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(f"--output {path} needs the package matplotlib. Run: pip install 'flash3[bench]'")
     return files

@@ -98,7 +98,9 @@ def as_data(story: Story) -> dict[str, Any]:
         "task": story.task.value,
         "device": str(story.problem.device),
         "backend": e.backend,
-        "answers": {name: f"no, {a.reason}" if isinstance(a, Refusal) else f"yes{', ' + a.note if a.note else ''}" for name, a in e.answers},
+        "answers": {
+            name: f"no, {a.reason}" if isinstance(a, Refusal) else f"yes{', ' + a.note if a.note else ''}" for name, a in e.answers
+        },
         "tiles": None if e.plan is None else encode(e.plan.tiles),
         "notes": [] if e.plan is None else list(e.plan.notes),
         "footprint": encode(f) if f else None,
@@ -120,12 +122,14 @@ def lines(story: Story) -> list[str]:
     f, c, s = story.footprint, story.counts, story.schedule
     if f is not None:
         kind = "a thread block" if f.threads else "a step"
-        found.append(f"{kind} takes {f.q_block} queries × {f.kv_block} keys, {f.smem_bytes / 1024:.0f} KB of {'shared ' if f.threads else ''}memory")
+        found.append(
+            f"{kind} takes {f.q_block} queries × {f.kv_block} keys, {f.smem_bytes / 1024:.0f} KB of {'shared ' if f.threads else ''}memory"
+        )
     if f is not None and f.threads:
         found.append(f"{f.threads} threads with at most {f.registers} registers, {f.blocks_per_sm} on a multiprocessor at once")
     if c is not None:
-        total = c.full + c.partial + c.skipped
-        found.append(f"blocks of scores: {c.full} full, {c.partial} partial, {c.skipped} skipped ({(c.full + c.partial) / max(1, total):.0%} visited)")
+        share = (c.full + c.partial) / max(1, c.full + c.partial + c.skipped)
+        found.append(f"blocks of scores: {c.full} full, {c.partial} partial, {c.skipped} skipped ({share:.0%} visited)")
     if s is not None and f is not None and f.threads:
         found.append(f"{len(s.jobs)} tiles on {s.slots} slots: {s.waves:.2f} waves, {s.busy:.0%} busy")
     r, low = story.rates, story.floor
@@ -133,7 +137,9 @@ def lines(story: Story) -> list[str]:
     found.append(f"roofline: at least {low.seconds * 1e6:.4g} µs, set by {low.unit}")
     if story.predicted is not None:
         rate = story.workload.flops(story.task) / story.predicted.seconds / TERA
-        found.append(f"with these tiles: at least {story.predicted.seconds * 1e6:.4g} µs, set by {story.predicted.unit} (at most {rate:.4g} TFLOP/s)")
+        found.append(
+            f"with these tiles: at least {story.predicted.seconds * 1e6:.4g} µs, set by {story.predicted.unit} (at most {rate:.4g} TFLOP/s)"
+        )
     return found
 
 

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .command import COULD_NOT_RUN, WRONG, AsJson, checked_outputs, device_here, progress, quiet_threads, tasks_named, usage_errors, with_dtype
+from .command import (
+    COULD_NOT_RUN,
+    WRONG,
+    AsJson,
+    checked_outputs,
+    device_here,
+    progress,
+    quiet_threads,
+    tasks_named,
+    usage_errors,
+    with_dtype,
+)
 
 if TYPE_CHECKING:
     from ..problem import Device, DType
@@ -36,7 +47,9 @@ def explain(
     device: Annotated[str | None, typer.Option(help="cpu, cuda (the one here), or h200, h100, b200, a100, l40s, rtx4090.")] = None,
     backend: Annotated[str | None, typer.Option(help="Ask this backend only.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Another dtype for every workload.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A picture of the mask's blocks and of the schedule: .png or .svg.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A picture of the mask's blocks and of the schedule: .png or .svg.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tell what would happen to a call, and why: backend, tiles, memory, blocks visited, waves, time by the roofline. No GPU is needed.
@@ -46,7 +59,9 @@ def explain(
     from rich.console import Console
 
     quiet_threads()
-    from . import explain as story_of, pictures, workloads as named
+    from . import explain as story_of
+    from . import pictures
+    from . import workloads as named
 
     with usage_errors():
         checked_outputs([output] if output else [], pictures.SUFFIXES)
@@ -101,13 +116,15 @@ def check(
 
     quiet_threads()
     from . import check as checking
+    from .workloads import select
 
     with usage_errors():
         where, tasks = device_here(device), tasks_named(task or ["forward", "backward"])
         names = checking.backends_here(where, backend or [])
         if not names:
             raise ValueError(f"no backend runs on {where}")
-    with progress(Console(stderr=True, quiet=as_json), len(names) * len(checking.NAMES) * len(tasks)) as (say, step):
+    count = len(names) * len(select([checking.GROUP])) * len(tasks)
+    with progress(Console(stderr=True, quiet=as_json), count) as (say, step):
         found = []
         for finding in checking.check(where, names, tasks, say):
             found.append(finding)
@@ -165,7 +182,9 @@ def env(as_json: AsJson = False) -> None:
     for name, value in about.items():
         if name == "gpus":
             for i, gpu in enumerate(value):
-                typer.echo(f"gpu {i}: {gpu['device']}, {gpu['memory_gib']} GiB, CUDA {gpu['cuda']}, cuDNN {gpu['cudnn']}, {State(**gpu['state'])}")
+                typer.echo(
+                    f"gpu {i}: {gpu['device']}, {gpu['memory_gib']} GiB, CUDA {gpu['cuda']}, cuDNN {gpu['cudnn']}, {State(**gpu['state'])}"
+                )
         elif isinstance(value, dict):
             typer.echo(f"{name}: {', '.join(f'{k} {v}' for k, v in value.items()) or 'none'}")
         else:

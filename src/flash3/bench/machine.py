@@ -21,8 +21,16 @@ from ..dispatch import BACKENDS
 from ..settings import VARIABLES
 
 PACKAGES = (
-    "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "nvidia-cudnn-cu13", "flash-attn-4", "flash-attn", "jax", "numpy", "transformers",
-)  # fmt: skip
+    "torch",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "nvidia-cudnn-cu13",
+    "flash-attn-4",
+    "jax",
+    "numpy",
+    "transformers",
+)
 
 
 @dataclass(frozen=True)
@@ -64,9 +72,13 @@ def _by_nvml(device: torch.device) -> State:
     pynvml.nvmlInit()
     try:
         handle = pynvml.nvmlDeviceGetHandleByUUID(_uuid(device))
-        clock = [pynvml.nvmlDeviceGetClockInfo(handle, kind) for kind in (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM)]
-        power = [f(handle) / 1e3 for f in (pynvml.nvmlDeviceGetPowerUsage, pynvml.nvmlDeviceGetEnforcedPowerLimit)]
-        return State(*clock, *power, pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
+        return State(
+            sm_mhz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            memory_mhz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+            power_watts=pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            power_limit_watts=pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
+            celsius=pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+        )
     finally:
         pynvml.nvmlShutdown()
 
@@ -137,7 +149,9 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    models = (
+        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    )
     return models[0] if models else platform.processor() or "cpu"
 
 

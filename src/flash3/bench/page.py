@@ -10,22 +10,28 @@ from typing import Any
 from .machine import State
 from .pictures import draw, render
 from .results import Report, Row, Subject, compare, fraction, summaries, terabytes, tflops, to_json
-from .tables import BEHIND, number, reasons, share
+from .tables import BEHIND, number, reasons, scientific, share
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
 :root { --ink: #1b1b1b; --dim: #666; --line: #ddd; --paper: #fff; --mark: #fdf0ef; }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto; max-width: 78rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem } h2 { font-size: 1.1rem; margin-top: 2.2rem } p, dl { color: var(--dim); margin: .3rem 0 }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0; width: 100% }
-th, td { padding: .22rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
-th:first-child, td:first-child, td.text { text-align: left } td.text { white-space: normal }
-th { cursor: pointer; color: var(--dim); font-weight: 600; position: sticky; top: 0; background: var(--paper) }
-tr.ours { font-weight: 600; background: var(--mark) } tr.none { color: var(--dim) } .bad { color: #b00020 } .good { color: #2a7d2e }
-svg { width: 100%; height: auto } input { font: inherit; padding: .25rem .5rem; width: 22rem; border: 1px solid var(--line); border-radius: 4px }
-dt { float: left; clear: left; width: 12rem } dd { margin-left: 12.5rem } details { margin: 1rem 0 } summary { cursor: pointer }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper) }
+body { margin: 2rem auto; max-width: 84rem; padding: 0 1rem }
+h1 { font-size: 1.5rem; margin-bottom: .2rem } h2 { font-size: 1.1rem; margin-top: 2.2rem }
+p, dl { color: var(--dim); margin: .3rem 0 }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0 }
+table.wide { width: 100%; font-size: 13px }
+th, td { padding: .2rem .55rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
+th:first-child, td:first-child, th.text, td.text { text-align: left }
+.wide th { cursor: pointer; position: sticky; top: 0; background: var(--paper) } th { color: var(--dim); font-weight: 600 }
+tr.ours { font-weight: 600; background: var(--mark) } tr.none { color: var(--dim) }
+.bad { color: #b00020 } .good { color: #2a7d2e }
+svg { width: 100%; height: auto }
+input { font: inherit; padding: .25rem .5rem; width: 22rem; border: 1px solid var(--line); border-radius: 4px }
+dt { float: left; clear: left; width: 12rem } dd { margin-left: 12.5rem }
+details { margin: 1rem 0 } summary { cursor: pointer } pre { overflow-x: auto; font-size: 12px }
 </style>
 <h1>$title</h1>
 <p>$about</p>
@@ -50,13 +56,30 @@ document.getElementById("filter").addEventListener("input", e => {
 for (const head of table.tHead.rows[0].cells) head.addEventListener("click", () => {
   const i = head.cellIndex, up = head.dataset.up = head.dataset.up === "1" ? "0" : "1";
   const value = row => { const t = row.cells[i].textContent, n = parseFloat(t); return isNaN(n) ? t : n; };
-  [...body.rows].sort((a, b) => { const x = value(a), y = value(b);
-    return (typeof x === typeof y ? (x > y) - (x < y) : typeof x === "number" ? -1 : 1) * (up === "1" ? 1 : -1); }).forEach(r => body.append(r));
+  const order = (x, y) => typeof x === typeof y ? (x > y) - (x < y) : typeof x === "number" ? -1 : 1;
+  [...body.rows].sort((a, b) => order(value(a), value(b)) * (up === "1" ? 1 : -1)).forEach(row => body.append(row));
 });
 </script>
 </html>
 """)
-HEADS = ("workload", "task", "provider", "ms", "±", "TFLOP/s", "TB/s", "roofline", "of the best peer", "solo TFLOP/s", "error", "allowed", "MB", "timing")
+HEADS = (
+    "workload",
+    "task",
+    "provider",
+    "ms",
+    "±",
+    "TFLOP/s",
+    "TB/s",
+    "roofline",
+    "of the best peer",
+    "solo TFLOP/s",
+    "error",
+    "allowed",
+    "MB",
+    "timing",
+)
+TEXTS = 3
+"""Of these are words, not numbers."""
 
 
 def page(report: Report) -> str:
@@ -89,14 +112,14 @@ def _summary(report: Report) -> str:
     ]
     if not lines:
         return "<p>No other provider ran beside it.</p>"
-    heads = "".join(f"<th>{head}</th>" for head in ("beside", "workloads", "geometric mean", "least", "at"))
+    heads = "".join(f"<th>{head}</th>" for head in ("beside", "workloads", "geometric mean", "least")) + "<th class=text>at</th>"
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _rows(report: Report) -> str:
-    heads = "".join(f"<th>{html.escape(head)}</th>" for head in HEADS)
+    heads = "".join(f"<th{' class=text' if i < TEXTS else ''}>{html.escape(head)}</th>" for i, head in enumerate(HEADS))
     lines = [line for subject in report.subjects for line in _subject_rows(report, subject)]
-    return f'<table id="rows"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    return f'<table id="rows" class="wide"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
 def _subject_rows(report: Report, subject: Subject) -> Iterator[str]:
@@ -117,8 +140,8 @@ def _cells(subject: Subject, row: Row, beside: str) -> Iterator[str]:
         share(fraction(subject, ms)),
         beside,
         number(tflops(subject, alone)) if alone else "",
-        number(row.max_error, 2),
-        number(row.max_allowed, 2),
+        scientific(row.max_error),
+        scientific(row.max_allowed),
         number(row.memory_mb, 4),
         row.timing,
     ]
@@ -135,7 +158,10 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "before", str(State(**report.before)) if report.before else "not known"
     yield "after", str(State(**report.after)) if report.after else "not known"
     for dtype, rates in report.rates.items():
-        yield f"rates, {dtype}", f"matmul {rates['matmul_tflops']:.3g} TFLOP/s, copy {rates['bandwidth_tb_per_s']:.3g} TB/s ({rates['source']})"
+        yield (
+            f"rates, {dtype}",
+            f"matmul {rates['matmul_tflops']:.3g} TFLOP/s, copy {rates['bandwidth_tb_per_s']:.3g} TB/s ({rates['source']})",
+        )
     yield from ((name, _short(value)) for name, value in report.settings.items())
     yield "took", f"{report.seconds:.0f} s"
 

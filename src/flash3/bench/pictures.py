@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..kernel_cache import write_whole
-from .results import Report, Subject, tflops, terabytes
+from .results import Report, Subject, terabytes, tflops
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,7 +72,9 @@ def draw(report: Report) -> Figure:
     if handles:
         figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     device = report.machine.get("device", "")
-    figure.supxlabel(f"{device}; medians of {_rounds(report)} interleaved rounds; whiskers: half the distance between the quartiles", size=9)
+    figure.supxlabel(
+        f"{device}; medians of {_rounds(report)} interleaved rounds; whiskers: half the distance between the quartiles", size=9
+    )
     return figure
 
 
@@ -100,7 +102,9 @@ def _draw_panel(axes: Any, title: str, members: list[tuple[str, Subject]], repor
             x = place + (i - (len(providers) - 1) / 2) * width
             error = height * row.spread_ms / row.ms
             axes.bar(x, height, width, color=colour_of(provider, providers), yerr=error or None, error_kw={"lw": 0.6})
-            axes.annotate(f"{height:.{_decimals(height)}f}", (x, height), (0, 2), textcoords="offset points", size=5.5, ha="center", rotation=90)
+            axes.annotate(
+                f"{height:.{_decimals(height)}f}", (x, height), (0, 2), textcoords="offset points", size=5.5, ha="center", rotation=90
+            )
     axes.set_xticks(range(len(members)), [label for label, _ in members], rotation=0 if max(len(label) for label, _ in members) < 8 else 25)
     axes.set(title=title, ylabel="TB/s" if by_memory else "TFLOP/s")
     axes.margins(y=0.16)

@@ -85,7 +85,8 @@ def select(words: list[str]) -> list[Provider]:
     Raises:
         ValueError: a name that is not known; the message lists the known ones.
     """
-    known, found = providers(), {}
+    known = providers()
+    found: dict[str, Provider] = {}
     for word in words:
         chosen = [word] if word in known else [name for name in known if name.startswith(f"{word}:")]
         if not chosen:
@@ -268,8 +269,8 @@ def _flex(case: Case) -> Prepared:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x[None] if packed else x for x in (q, k, v))
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        out: Tensor = compiled(*heads_first, score_mod=change, block_mask=blocks, enable_gqa=w.heads_q != w.heads_kv)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out: Tensor = compiled(q, k, v, score_mod=change, block_mask=blocks, enable_gqa=w.heads_q != w.heads_kv)
         out = out.transpose(1, 2)
         return out[0] if packed else out
 
@@ -398,7 +399,7 @@ def _fa4(case: Case) -> Prepared:
 
 @provider("pallas", "JAX Pallas")
 def _pallas(case: Case) -> Prepared:
-    """jax.experimental.pallas.ops.gpu.attention.mha. It runs on JAX's own stream: timed by the host's clock, with a wait at each burst's end."""
+    """jax.experimental.pallas.ops.gpu.attention.mha, on JAX's own stream: the host's clock times it, with a wait at each burst's end."""
     refuse(case)
     w = case.workload
     if case.device.type != "cuda" or case.task is Task.BACKWARD:
@@ -420,4 +421,4 @@ def _pallas(case: Case) -> Prepared:
         last[0] = attend(q, k, v)
         return last[0]
 
-    return Prepared(call, lambda out: (torch.from_dlpack(out),), wait=lambda: last[0].block_until_ready(), may_graph=False)
+    return Prepared(call, lambda out: (torch.utils.dlpack.from_dlpack(out),), wait=lambda: last[0].block_until_ready(), may_graph=False)

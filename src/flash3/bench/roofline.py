@@ -17,8 +17,7 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Rates:
-    """matmul: FLOP/s in the dtype at hand; bandwidth: bytes/s, reads and writes together; exp2: results/s, 0 where unknown; source: measured,
-    or the datasheet's."""
+    """matmul: FLOP/s in the dtype at hand; bandwidth: bytes/s, reads and writes together; exp2: results/s, 0 where unknown."""
 
     matmul: float
     bandwidth: float
@@ -81,7 +80,7 @@ def _fastest(call: Callable[[], object], on_gpu: bool, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Model:
-    """A device that need not be here. teraflops: dense tensor-core rate in 16 bits; terabytes: of memory, per second; clock in MHz, boost."""
+    """A device that need not be here. teraflops: dense, in 16 bits; terabytes: of memory, per second; clock_mhz: boost."""
 
     device: Device
     teraflops: float

@@ -28,8 +28,8 @@ MESSAGE_LENGTH = 300
 class Plan:
     """What to measure and how.
 
-    interleaved, solo: the protocols; None leaves one out. l2: "cold" overwrites the L2 between calls, "warm" does not, "auto" does where the
-    tensors would stay in it. check: hold results against float64.
+    interleaved, solo: the protocols; None leaves one out. l2: "cold" overwrites the L2 between calls, "warm" does not, "auto" does where
+    the tensors would stay in it. check: hold results against float64.
     """
 
     workloads: list[Workload]

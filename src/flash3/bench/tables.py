@@ -83,7 +83,7 @@ def cells(subject: Subject, row: Row, solo: bool) -> Iterator[Text]:
     yield from map(Text, (number(tflops(subject, row.ms)), number(terabytes(subject, row.ms)), share(fraction(subject, row.ms))))
     if solo:
         yield Text(number(tflops(subject, alone)))
-    yield Text("–" if row.max_error is None else f"{row.max_error:.1e}", style="red" if row.faults else "")
+    yield Text(scientific(row.max_error), style="red" if row.faults else "")
     yield Text("–" if row.max_error is None or not row.max_allowed else share(row.max_error / row.max_allowed))
     yield Text(number(row.memory_mb, 4))
 
@@ -93,6 +93,10 @@ def number(value: float | None, digits: int = 3) -> str:
     if value is None:
         return "–"
     return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
+
+
+def scientific(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}"
 
 
 def share(value: float | None) -> str:

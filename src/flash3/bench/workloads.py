@@ -8,11 +8,12 @@ import difflib
 import fnmatch
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
-from ..mask import Mask, MaskKind
+from ..mask import FULL, Mask, MaskKind
 from ..problem import Device, DType, Problem, Request, Task, TensorInfo
 from ..sequences import Dense, Packed, Padded, Paged, SequenceKind, Sequences
 
@@ -33,7 +34,7 @@ class Workload:
     heads_kv: int
     head_dim: int
     value_dim: int
-    mask: Mask = Mask()
+    mask: Mask = FULL
     dtype: DType = DType.BF16
     layout: SequenceKind = SequenceKind.DENSE
     page_size: int = 128
@@ -87,22 +88,22 @@ class Workload:
             return TensorInfo(dtype, shape, strides, device)
 
         parts = self.storage()
-        arrays = {name: info((len(values),) if name != "page_table" else _table_shape(values), DType.INT32) for name, values in parts.items()}
+        arrays = {
+            name: info((len(values),) if name != "page_table" else _table_shape(values), DType.INT32) for name, values in parts.items()
+        }
         q_shape, k_shape, v_shape = self.shapes()
         q, k, v = (info(shape, self.dtype) for shape in (q_shape, k_shape, v_shape))
         sink = info((self.heads_q,), DType.FP32) if self.sink else None
         return Problem.of(self.request(q, k, v, sink, arrays, task))
 
-    def request(
-        self, q: object, k: object, v: object, sink: object, arrays: dict[str, object], task: Task = Task.FORWARD
-    ) -> Request:
+    def request(self, q: Any, k: Any, v: Any, sink: Any, arrays: Mapping[str, Any], task: Task = Task.FORWARD) -> Request:
         """The call on given tensors (or descriptions); `arrays` has what `storage` names."""
         q_rows, k_rows = self._sequences(arrays)
         return Request(
             q=q, k=k, v=v, q_sequences=q_rows, k_sequences=k_rows, mask=self.mask, softcap=self.softcap, sink=sink, lse=True, task=task
         )
 
-    def _sequences(self, arrays: dict[str, object]) -> tuple[Sequences, Sequences]:
+    def _sequences(self, arrays: Mapping[str, Any]) -> tuple[Sequences, Sequences]:
         match self.layout:
             case SequenceKind.PACKED:
                 q = Packed(cu_seqlens=arrays["cu_seqlens_q"], max_length=self.q_len)
@@ -115,9 +116,10 @@ class Workload:
 
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Of q, k and v."""
+        q: tuple[int, ...]
+        k: tuple[int, ...]
         if self.layout is SequenceKind.PACKED:
-            q_rows, k_rows = (sum(lengths) for lengths in zip(*self.lengths, strict=True))
-            q, k = (q_rows,), (k_rows,)
+            q, k = (sum(m for m, _ in self.lengths),), (sum(n for _, n in self.lengths),)
         else:
             q, k = (self.batch, self.q_len), (self.batch, self.k_len)
             if self.layout is SequenceKind.PAGED:
@@ -153,8 +155,15 @@ class Workload:
         lengths = tuple((-(-m // factor), -(-n // factor)) for m, n in self.lengths[:3])
         heads = min(self.heads_kv, 2)
         mask = replace(self.mask, left=less(self.mask.left), right=less(self.mask.right), chunk=less(self.mask.chunk))
-        name = f"{self.name}, small"
-        return replace(self, name=name, lengths=lengths, heads_q=heads * (self.heads_q // self.heads_kv), heads_kv=heads, mask=mask, page_size=16)
+        return replace(
+            self,
+            name=f"{self.name}, small",
+            lengths=lengths,
+            heads_q=heads * (self.heads_q // self.heads_kv),
+            heads_kv=heads,
+            mask=mask,
+            page_size=16,
+        )
 
     def __str__(self) -> str:
         lengths = f"{self.batch} × {self.q_len}" if self.q_len == self.k_len else f"{self.batch} × {self.q_len} queries, {self.k_len} keys"
@@ -203,11 +212,13 @@ def short_number(n: int) -> str:
 
 # ------------------------------------------------------------------------------------------------ the named ones
 
-CAUSAL, FULL = Mask(causal=True), Mask()
+CAUSAL = Mask(causal=True)
 PAPER_TOKENS, PAPER_HIDDEN = 16384, 2048
 
 
-def even(name: str, batch: int, q_len: int, heads: int | tuple[int, int], dim: int | tuple[int, int], k_len: int | None = None, **more: object) -> Workload:
+def even(
+    name: str, batch: int, q_len: int, heads: int | tuple[int, int], dim: int | tuple[int, int], k_len: int | None = None, **more: object
+) -> Workload:
     """Sequences of equal lengths. heads: (query, key) or both; dim: (head_dim, value_dim) or both."""
     h, kv = heads if isinstance(heads, tuple) else (heads, heads)
     d, dv = dim if isinstance(dim, tuple) else (dim, dim)
@@ -246,7 +257,9 @@ def _features() -> Iterator[Workload]:
     packed = lognormal(64, 65536)
     for mask in (FULL, CAUSAL):
         name = f"packed/lognormal-64k-{describe_mask(mask)}"
-        yield Workload(name=name, lengths=packed, heads_q=16, heads_kv=16, head_dim=128, value_dim=128, mask=mask, layout=SequenceKind.PACKED)
+        yield Workload(
+            name=name, lengths=packed, heads_q=16, heads_kv=16, head_dim=128, value_dim=128, mask=mask, layout=SequenceKind.PACKED
+        )
     for width, total in ((1024, 16384), (4096, 65536)):
         yield even(f"window/{short_number(width)}-of-{short_number(total)}", 1, total, 16, 128, mask=Mask(causal=True, left=width - 1))
     yield even("window/chunks-of-8k", 1, 65536, 16, 128, mask=Mask(causal=True, chunk=8192))
@@ -280,7 +293,7 @@ def _small() -> Iterator[Workload]:
     yield even("cpu/causal", 1, 4096, 8, 64, mask=CAUSAL, dtype=DType.FP32)
     yield even("cpu/causal-gqa", 1, 4096, (8, 2), 64, mask=CAUSAL, dtype=DType.FP32)
     lengths = tuple((n, n) for n in (1100, 37, 512, 803, 256, 64, 1000, 324))
-    shape = {"heads_q": 8, "heads_kv": 8, "head_dim": 64, "value_dim": 64}
+    shape: dict[str, Any] = {"heads_q": 8, "heads_kv": 8, "head_dim": 64, "value_dim": 64}
     yield Workload(name="cpu/packed-causal", lengths=lengths, **shape, mask=CAUSAL, dtype=DType.FP32, layout=SequenceKind.PACKED)
     yield even("cpu/window-1k", 1, 4096, 8, 64, mask=Mask(left=1023, right=0), dtype=DType.FP32)
     yield even("cpu/window-1k-of-16k", 1, 16384, 8, 64, mask=Mask(left=1023, right=0), dtype=DType.FP32)
@@ -289,7 +302,27 @@ def _small() -> Iterator[Workload]:
     yield even("smoke/window", 1, 300, 2, 32, mask=Mask(left=60, right=10), dtype=DType.FP32)
 
 
+CHECKED = (
+    *(f"paper/d{dim}-{mask}-4k" for dim in (64, 128, 256) for mask in ("full", "causal")),
+    "gqa/prefill-2k",
+    "gqa/chunk-of-a-prompt",
+    "packed/lognormal-64k-full",
+    "packed/lognormal-64k-causal",
+    "window/1k-of-16k",
+    "window/chunks-of-8k",
+    "decode/b8-8k",
+    "decode/b8-8k-paged",
+    "decode/b8-8k-speculative",
+    "models/deepseek-v3",
+    "models/gemma-2-9b-window",
+    "models/gpt-oss-window",
+    "fp8/d128-causal-8k",
+)
+"""One for each feature; the group `check` has them in a small size."""
+
+
 WORKLOADS: dict[str, Workload] = {w.name: w for w in (*paper(), *_features(), *_models(), *_small())}
+WORKLOADS |= {w.name: w for w in (replace(WORKLOADS[name].small(), name=f"check/{name.replace('/', '-')}") for name in CHECKED)}
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(w.group for w in WORKLOADS.values()))
 
 
@@ -301,11 +334,15 @@ def select(words: list[str]) -> list[Workload]:
     """
     found: dict[str, Workload] = {}
     for word in words:
-        chosen = [parse(word)] if "=" in word else [w for w in WORKLOADS.values() if word in (w.name, w.group) or fnmatch.fnmatch(w.name, word)]
+        chosen = (
+            [parse(word)] if "=" in word else [w for w in WORKLOADS.values() if word in (w.name, w.group) or fnmatch.fnmatch(w.name, word)]
+        )
         if not chosen:
             near = difflib.get_close_matches(word, WORKLOADS, n=4, cutoff=0.3)
             also = f"; did you mean {', '.join(near)}?" if near else ""
-            raise ValueError(f"no workload is called {word!r}; groups: {', '.join(GROUPS)}, or a shape such as b=2,q=4096,h=16,d=128,causal{also}")
+            raise ValueError(
+                f"no workload is called {word!r}; groups: {', '.join(GROUPS)}, or a shape such as b=2,q=4096,h=16,d=128,causal{also}"
+            )
         found.update((w.name, w) for w in chosen)
     return list(found.values())
 
@@ -334,7 +371,11 @@ def parse(text: str) -> Workload:
     n = numbers
     if n["q"] < 1 or n["h"] < 1 or n["b"] < 1:
         raise ValueError(f"{text!r} needs at least q=N (queries) and h=N (heads), all positive")
-    wide = {"left": None if n["left"] < 0 else n["left"], "right": None if n["right"] < 0 else n["right"], "chunk": n["chunk"] or None}
+    wide: dict[str, Any] = {
+        "left": None if n["left"] < 0 else n["left"],
+        "right": None if n["right"] < 0 else n["right"],
+        "chunk": n["chunk"] or None,
+    }
     layout = next((kind for kind in SequenceKind if kind.value in flags), SequenceKind.DENSE)
     return even(
         text,

@@ -13,6 +13,7 @@ from typing import Any
 from ..backends.base import Tunable
 from ..dispatch import backend_named
 from ..problem import Problem
+from ..settings import override, settings
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def compile_all(orders: Sequence[Order], jobs: int | None = None) -> Iterator[Do
         return
     spawn = multiprocessing.get_context("spawn")  # a fork would inherit a CUDA context and threads
     with ProcessPoolExecutor(min(jobs or usual_jobs(), len(rest)), mp_context=spawn) as pool:
-        running = [pool.submit(compile_one, order) for order in rest]
+        running = [pool.submit(compile_one, order, settings.cache_dir) for order in rest]
         try:
             for future in as_completed(running):
                 yield future.result()
@@ -61,13 +62,14 @@ def compile_all(orders: Sequence[Order], jobs: int | None = None) -> Iterator[Do
             raise
 
 
-def compile_one(order: Order) -> Done:
-    """In whatever process this runs. A kernel that does not compile is a result too."""
+def compile_one(order: Order, cache_dir: str | None) -> Done:
+    """In whatever process this runs, into that one's cache folder. A kernel that does not compile is a result too."""
     start = time.perf_counter()
     backend = backend_named(order.backend)
     assert isinstance(backend, Tunable)
     try:
-        built, error = backend.compile(order.problem, order.tiles), ""
+        with override(cache_dir=cache_dir):
+            built, error = backend.compile(order.problem, order.tiles), ""
     except Exception as problem:
         built, error = False, f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
     return Done(order, built, time.perf_counter() - start, error)

@@ -200,7 +200,13 @@ def show(outcomes: list[Outcome], refused: dict[str, str], console: Any) -> None
     for o in outcomes:
         wrong = sum(bool(c.fault) for c in o.candidates)
         best = o.winner.ms if o.winner else None
-        row = [str(len(o.candidates)), Text(str(wrong), style="red" if wrong else ""), number(o.own.ms, 4), number(best, 4), f"{o.gain:.3f}"]
+        row: list[str | Text] = [
+            str(len(o.candidates)),
+            Text(str(wrong), style="red" if wrong else ""),
+            number(o.own.ms, 4),
+            number(best, 4),
+            f"{o.gain:.3f}",
+        ]
         table.add_row(f"{o.workload.name}, {o.task.value}", *row, differences(o))
     console.print(table)
     for o in outcomes:
@@ -223,7 +229,9 @@ def differences(outcome: Outcome) -> str:
 def compile_(
     workloads: Words = None,
     task: Annotated[list[str] | None, typer.Option("--task", "-t", help="forward (default) or backward; repeat it for both.")] = None,
-    device: Annotated[str | None, typer.Option(help="What to compile for: h200, h100, …, or cuda, the one here (default; else h200).")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="What to compile for: h200, h100, …, or cuda, the one here (default; else h200).")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="Whose kernels. Default: of the backend that serves each workload.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Another dtype for every workload.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every named workload.")] = False,

@@ -197,7 +197,9 @@ class Runs:
             return _returning(functools.partial(plan.run, self.case.request, out, lse), (out,))
         grads = [torch.full_like(t, torch.nan) for t in self.case.qkv]
         sink = self.case.request.sink
-        gradients = Gradients(d_out=self.case.d_out, dq=grads[0], dk=grads[1], dv=grads[2], d_sink=None if sink is None else torch.zeros_like(sink))
+        gradients = Gradients(
+            d_out=self.case.d_out, dq=grads[0], dk=grads[1], dv=grads[2], d_sink=None if sink is None else torch.zeros_like(sink)
+        )
         return _returning(functools.partial(plan.run, self.case.request, self._saved, gradients), tuple(grads))
 
     def _outputs(self) -> tuple[Tensor, Tensor]:
@@ -250,7 +252,12 @@ def entry(outcome: Outcome, evidence: dict[str, Any]) -> tuned.Entry | None:
     assert isinstance(backend, Tunable)
     problem = outcome.workload.problem(_plain_device(outcome), outcome.task)
     own = None if outcome.own.ms is None else float(f"{outcome.own.ms:.5g}")
-    measured = {"workload": outcome.workload.name, "ms": float(f"{winner.ms:.5g}"), "heuristic_ms": own, "gain": float(f"{outcome.gain:.4g}")}
+    measured = {
+        "workload": outcome.workload.name,
+        "ms": float(f"{winner.ms:.5g}"),
+        "heuristic_ms": own,
+        "gain": float(f"{outcome.gain:.4g}"),
+    }
     return tuned.Entry(
         backend=outcome.backend,
         spec=tuned.encode(backend.tuning_key(problem)),

@@ -44,7 +44,7 @@ class CpuBackend:
         Raises:
             ValueError: `tiles` cannot serve this problem; the message says why.
         """
-        notes = ()
+        notes: tuple[str, ...] = ()
         if tiles is None:
             found = tuned.find(self.name, problem, self.tuning_key(problem), Tiles, functools.partial(problems, problem))
             if found:
