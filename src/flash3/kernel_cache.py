@@ -58,6 +58,11 @@ class KernelCache:
                 self._loaded[key] = self._from_disk(digest(self._fingerprint, key), build, load)
             return self._loaded[key]
 
+    def has(self, key: Any) -> bool:
+        """Whether the object of a key is in memory or on disk."""
+        folder = self._usable_folder()
+        return key in self._loaded or (folder is not None and _entry(folder, digest(self._fingerprint, key)) is not None)
+
     def warm(self, key: Any, build: Callable[[Path], None]) -> bool:
         """Have the object of a key on disk, without loading it. False: it was there already.
 

@@ -19,7 +19,7 @@ from flash3.bench.clock import Timing
 from flash3.bench.roofline import model_named
 from flash3.bench.workloads import WORKLOADS
 from flash3.mask import MaskKind
-from flash3.problem import Task
+from flash3.problem import CPU, Task
 from flash3.settings import override
 from flash3.tune import ahead, search
 from flash3.tune.journal import Journal
@@ -148,6 +148,17 @@ def test_checks_are_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     FakeTuner.make(Journal(tmp_path / "t.journal", "x"), cost, limit=4).tune(WINDOW, Task.FORWARD)
 
 
+def test_a_candidate_that_ends_processes_is_out_after_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a crash looks like from outside: the check was begun, and nothing more was written."""
+    path = tmp_path / "t.journal"
+    label = Candidate(CpuBackend().tuning_space(WINDOW.problem(CPU))[1], None).label  # type: ignore[arg-type]
+    for attempt in (1, 2):
+        Journal(path, "x").add(WINDOW.name, "forward", "cpu", "check", label, value={"attempts": attempt})
+    outcome = FakeTuner.make(Journal(path, "x"), cost, limit=3).tune(WINDOW, Task.FORWARD)
+    assert [bool(c.fault) for c in outcome.candidates] == [False, True, False]
+    assert outcome.candidates[1].fault == search.ENDS_PROCESS
+
+
 def test_the_journal(tmp_path: Path) -> None:
     path = tmp_path / "deep/t.journal"
     Journal(path, "a").add("w", "check", value={"fault": ""})
@@ -176,7 +187,7 @@ def test_backward_can_be_tuned() -> None:
 
 
 def test_a_backend_without_a_space_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(CpuBackend, "tuning_space")
+    monkeypatch.setattr(search, "backend_named", lambda name: object())
     with pytest.raises(NotImplementedError, match="cpu backend has no tuning space"):
         FakeTuner.make(Journal(None, "x"), cost).tune(WINDOW, Task.FORWARD)
 

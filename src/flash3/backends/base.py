@@ -84,9 +84,7 @@ class Footprint:
 
 @runtime_checkable
 class Tunable(Protocol):
-    """A backend whose tiles can be enumerated, compiled ahead and explained. compiles: whether there is anything to compile."""
-
-    compiles: bool
+    """A backend whose tiles can be enumerated, compiled ahead and explained."""
 
     def tuning_space(self, problem: Problem) -> Sequence[Any]:
         """Every legal choice of tiles, none twice: what `plan` would take without a tuned table first, then the nearest to it."""
@@ -98,6 +96,10 @@ class Tunable(Protocol):
 
     def footprint(self, problem: Problem, tiles: Any = None) -> Footprint:
         """What a block takes. `tiles` None: those that `plan` takes."""
+        ...
+
+    def is_compiled(self, problem: Problem, tiles: Any = None) -> bool:
+        """Whether the kernel is there, or none is needed."""
         ...
 
     def compile(self, problem: Problem, tiles: Any = None) -> bool:

@@ -159,13 +159,13 @@ def list_names(console: Console) -> None:
 
 
 class usage_errors:
-    """ValueErrors inside become one red line and exit code 2."""
+    """What was asked wrongly, or cannot be done here, becomes one red line and exit code 2."""
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValueError | NotImplementedError):
+        if isinstance(error, ValueError | RuntimeError) and not isinstance(error, typer.Exit):
             from rich.console import Console
 
             Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)

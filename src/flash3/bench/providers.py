@@ -28,7 +28,7 @@ from ..sequences import SequenceKind
 from .case import Case
 from .workloads import Workload
 
-MOST_SCORES = {"cuda": 1 << 32, "cpu": 1 << 28}
+MOST_SCORES = {"cuda": 1 << 30, "cpu": 1 << 28}
 """Elements of an S×S matrix that a provider which makes one may make."""
 
 

@@ -41,14 +41,18 @@ def usual_jobs() -> int:
 
 
 def compile_all(orders: Sequence[Order], jobs: int | None = None) -> Iterator[Done]:
-    """Results as they come. A backend that compiles nothing is done at once, in this process."""
+    """Results as they come: first those that are there already, then those of the other processes."""
     rest = []
     for order in orders:
         backend = backend_named(order.backend)
-        if isinstance(backend, Tunable) and backend.compiles:
-            rest.append(order)
-        else:
+        try:
+            there = not isinstance(backend, Tunable) or backend.is_compiled(order.problem, order.tiles)
+        except Exception:  # whatever it is, the compiler will say it
+            there = False
+        if there:
             yield Done(order, built=False, seconds=0.0)
+        else:
+            rest.append(order)
     if not rest:
         return
     spawn = multiprocessing.get_context("spawn")  # a fork would inherit a CUDA context and threads

@@ -89,7 +89,7 @@ def tune(
     journal = Journal(path.with_suffix(".journal"), fingerprint(name))
     if fresh:
         journal.forget()
-    with progress(Console(stderr=True, quiet=as_json), len(chosen) * len(tasks)) as (say, step):
+    with usage_errors(), progress(Console(stderr=True, quiet=as_json), len(chosen) * len(tasks)) as (say, step):
         tuner = Tuner(where, journal, limit=limit, jobs=jobs, rounds=rounds, budget_ms=ms, say=say)
         outcomes, refused, stopped = search_all(tuner, [(w, t) for w in chosen for t in tasks], backend, (path, start), step)
     for file in files:

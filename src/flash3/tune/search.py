@@ -33,6 +33,9 @@ REPEATS = 3
 """Launches that must give bitwise the same forward."""
 FINALISTS = 4
 """The last rung has no more than these (and the heuristic's choice)."""
+MOST_ATTEMPTS = 2
+ENDS_PROCESS = "each process that ran it ended"
+"""The fault of a candidate whose check was begun so often, in as many runs, and never came back."""
 WORTH_IT = 1.01
 """A winner must be this much faster than the heuristic's choice to be written down."""
 
@@ -118,7 +121,7 @@ class Tuner:
 
     def _compile(self, outcome: Outcome, problem: Problem) -> None:
         """Those that are not known to compile already."""
-        todo = [c for c in outcome.candidates if self.journal.known(*self._key(outcome, "check", c.label)) is None]
+        todo = [c for c in outcome.candidates if "fault" not in (self.journal.known(*self._key(outcome, "check", c.label)) or {})]
         by_label = {c.label: c for c in todo}
         orders = [Order(c.label, outcome.backend, problem, c.tiles) for c in todo]
         for i, done in enumerate(compile_all(orders, self.jobs), start=1):
@@ -131,9 +134,13 @@ class Tuner:
         for i, candidate in enumerate(outcome.candidates, start=1):
             self.say(f"{outcome.workload.name}: checked {i} of {len(outcome.candidates)}")
             key = self._key(outcome, "check", candidate.label)
-            fact = self.journal.known(*key)
-            if fact is None:
-                fact = self.journal.add(*key, value={"fault": candidate.fault or runs.fault(candidate.tiles)})
+            fact = self.journal.known(*key) or {}
+            if "fault" not in fact:
+                attempts = fact.get("attempts", 0)
+                self.journal.add(*key, value={"attempts": attempts + 1})
+                fault = candidate.fault or (ENDS_PROCESS if attempts >= MOST_ATTEMPTS else runs.fault(candidate.tiles))
+                fact = self.journal.add(*key, value={"fault": fault})
+                _still_alive(self.device, candidate)
             candidate.fault = fact["fault"]
 
     def _halve(self, outcome: Outcome, runs: Runs) -> None:
@@ -172,6 +179,20 @@ class Tuner:
             return
         gain = ratio(own.times_ms, best.times_ms)
         outcome.winner, outcome.gain = (best, gain) if gain >= WORTH_IT else (own, 1.0)
+
+
+def _still_alive(device: torch.device, candidate: Candidate) -> None:
+    """A kernel that reads or writes where it must not takes the CUDA context with it, and nothing after it could run.
+
+    Raises:
+        RuntimeError: so it was; the fault is in the journal, and the next run goes on behind it.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise RuntimeError(f"{candidate.label} broke the CUDA context ({error}); run the same command again: it goes on after it") from None
 
 
 def survivors(candidates: Sequence[Candidate], own: Candidate) -> list[Candidate]:

@@ -23,7 +23,6 @@ class CpuBackend:
     """torch on the CPU: every mask, layout and feature; memory linear in sequence length."""
 
     name = "cpu"
-    compiles = False
 
     def support(self, problem: Problem) -> Support | Refusal:
         """Every forward on the CPU; backward but for FP8 and qv, which have no gradient."""
@@ -67,6 +66,10 @@ class CpuBackend:
         chosen = tiles or self.plan(problem).tiles or Tiles(method=Method.BLOCKS, rows=blocks.TILE_ROWS, keys=blocks.TILE_KEYS)
         keys = chosen.keys or problem.sizes.k_len
         return Footprint(q_block=chosen.rows, kv_block=keys, smem_bytes=4 * chosen.rows * keys)
+
+    def is_compiled(self, problem: Problem, tiles: Tiles | None = None) -> bool:
+        """Nothing has to be."""
+        return True
 
     def compile(self, problem: Problem, tiles: Tiles | None = None) -> bool:
         """Nothing is compiled here."""

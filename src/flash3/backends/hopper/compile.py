@@ -119,6 +119,11 @@ def kernel(spec: ForwardSpec, tiles: Tiles):
     return _cache(settings.cache_dir).get((spec, tiles), functools.partial(build_object, spec, tiles), load_object)
 
 
+def is_compiled(spec: ForwardSpec, tiles: Tiles) -> bool:
+    """Whether the kernel of a key is in the cache."""
+    return _cache(settings.cache_dir).has((spec, tiles))
+
+
 def warm(spec: ForwardSpec, tiles: Tiles) -> bool:
     """Have the kernel of a key on disk. False: it was there."""
     return _cache(settings.cache_dir).warm((spec, tiles), functools.partial(build_object, spec, tiles))

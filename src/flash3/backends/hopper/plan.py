@@ -39,7 +39,6 @@ class HopperBackend:
     """
 
     name = "hopper"
-    compiles = True
 
     def __init__(self, kernels: Callable[[ForwardSpec, Tiles], Kernel] = compiled) -> None:
         self._kernels = kernels
@@ -105,8 +104,15 @@ class HopperBackend:
             persistent=True,
         )
 
-    def compile(self, problem: Problem, tiles: Tiles | None = None) -> bool:
+    def is_compiled(self, problem: Problem, tiles: Tiles | None = None) -> bool:
         """See backends.base.Tunable. For lengths given as arrays: the layout without optional arrays."""
+        from .compile import is_compiled
+
+        base = _forward_spec(problem)
+        return is_compiled(base, tiles or self._choose(problem, base)[0])
+
+    def compile(self, problem: Problem, tiles: Tiles | None = None) -> bool:
+        """See backends.base.Tunable."""
         from .compile import warm
 
         base = _forward_spec(problem)
