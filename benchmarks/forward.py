@@ -17,7 +17,7 @@ import torch
 
 from flash3.backends.hopper import heuristics
 from flash3.backends.hopper.tiles import ForwardSpec
-from flash3.bench import providers, workloads
+from flash3.bench import catalogue, providers, workloads
 from flash3.bench.case import Case
 from flash3.bench.protocol import Interleaved, Solo
 from flash3.bench.providers import Prepared, Provider
@@ -108,7 +108,7 @@ def main() -> None:
         found = measure([LONG], lambda w: [kernel(name, f"flash3:{name}") for name in names], a)
         result["ablation"] = as_data(found)
     grid = [(int(d), bool(int(c)), int(s)) for d in filter(None, a.dims.split(",")) for c in a.causal.split(",") for s in a.seqs.split(",")]
-    cells = [workloads.paper_cell(*cell) for cell in grid]
+    cells = [catalogue.paper_cell(*cell) for cell in grid]
     if cells:
         report = measure(cells, lambda w: contenders(w, a.variants, peers), a)
         for s in summaries(report):

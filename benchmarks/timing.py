@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from flash3.bench.catalogue import PAPER_HIDDEN as HIDDEN
+from flash3.bench.catalogue import PAPER_TOKENS as TOKENS
 from flash3.bench.clock import EventClock, graphed
 from flash3.bench.protocol import Interleaved
 from flash3.bench.results import geometric_mean
-from flash3.bench.workloads import PAPER_HIDDEN as HIDDEN
-from flash3.bench.workloads import PAPER_TOKENS as TOKENS
 
 Run = Callable[[], Any]
 OURS = "flash3"

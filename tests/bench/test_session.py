@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash3.bench import machine, page, pictures, providers, results, session, workloads
+from flash3.bench import catalogue, machine, page, pictures, providers, results, session
 from flash3.bench.protocol import Interleaved, Solo
 from flash3.bench.providers import Prepared, Provider, Unsupported
 from flash3.bench.results import Report, Row, Subject
@@ -36,7 +36,7 @@ def sloppy(case):
 
 def plan(*who, **more):
     options = {"interleaved": QUICK, **more}
-    return session.Plan(workloads.select(["smoke/window"]), [Task.FORWARD], list(who), CPU, **options)
+    return session.Plan(catalogue.select(["smoke/window"]), [Task.FORWARD], list(who), CPU, **options)
 
 
 OURS = providers.select(["flash3"])[0]
@@ -63,7 +63,7 @@ def test_a_wrong_result_of_ours_is_told() -> None:
 
 
 def test_backward_is_measured_too() -> None:
-    report = session.run(session.Plan(workloads.select(["smoke/causal"]), [Task.BACKWARD], [OURS], CPU, QUICK, Solo(0.02)))
+    report = session.run(session.Plan(catalogue.select(["smoke/causal"]), [Task.BACKWARD], [OURS], CPU, QUICK, Solo(0.02)))
     (row,) = report.rows
     assert row.task == "backward"
     assert len(row.solo_ms) == 2
@@ -81,7 +81,7 @@ def test_an_interrupt_keeps_what_was_measured() -> None:
             raise KeyboardInterrupt
         return OURS.prepare(case)
 
-    p = session.Plan(workloads.select(["smoke"]), [Task.FORWARD], [Provider("flash3", "", interrupting)], CPU, QUICK)
+    p = session.Plan(catalogue.select(["smoke"]), [Task.FORWARD], [Provider("flash3", "", interrupting)], CPU, QUICK)
     report = session.run(p)
     assert report.interrupted
     assert [bool(row.times_ms) for row in report.rows] == [True, False]
@@ -116,7 +116,7 @@ def test_peers_compute_the_same(name: str, workload: str) -> None:
     from flash3.bench import accuracy
     from flash3.bench.case import make
 
-    case = make(workloads.WORKLOADS[workload].small(), Task.FORWARD, CPU)
+    case = make(catalogue.WORKLOADS[workload].small(), Task.FORWARD, CPU)
     try:
         prepared = providers.select([name])[0].prepare(case)
     except Unsupported:

@@ -7,7 +7,8 @@ import torch
 
 from flash3.bench import accuracy, roofline, workloads
 from flash3.bench.case import make
-from flash3.bench.workloads import GROUPS, WORKLOADS, describe_mask, even, lognormal, parse, select, short_number
+from flash3.bench.catalogue import GROUPS, WORKLOADS, lognormal, select
+from flash3.bench.workloads import describe_mask, even, parse, short_number
 from flash3.mask import Mask
 from flash3.problem import CPU, Device, DType, Task
 from flash3.sequences import SequenceKind

@@ -15,9 +15,9 @@ from flash3.backends.cpu.plan import CpuBackend
 from flash3.backends.cpu.tiles import Method, Tiles
 from flash3.backends.hopper import budget, heuristics, space
 from flash3.backends.hopper.tiles import ForwardSpec
+from flash3.bench.catalogue import WORKLOADS
 from flash3.bench.clock import Timing
 from flash3.bench.roofline import model_named
-from flash3.bench.workloads import WORKLOADS
 from flash3.mask import MaskKind
 from flash3.problem import CPU, Task
 from flash3.settings import override

@@ -21,8 +21,9 @@ from flash3.backends.cpu.tiles import Method, Tiles
 from flash3.backends.hopper.plan import HopperBackend
 from flash3.backends.hopper.tiles import SequenceLayout, Turns
 from flash3.backends.hopper.tiles import Tiles as HopperTiles
+from flash3.bench.catalogue import WORKLOADS
 from flash3.bench.roofline import model_named
-from flash3.bench.workloads import WORKLOADS, even
+from flash3.bench.workloads import even
 from flash3.mask import Mask
 from flash3.problem import CPU, DType, Task
 from flash3.settings import override

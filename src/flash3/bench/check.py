@@ -14,8 +14,9 @@ from ..problem import Problem, Task
 from ..tune.ahead import Order, compile_all
 from . import accuracy
 from .case import make
+from .catalogue import select
 from .providers import Unsupported, providers
-from .workloads import Workload, select
+from .workloads import Workload
 
 GROUP = "check"
 """Of the named workloads."""

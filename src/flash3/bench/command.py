@@ -60,8 +60,8 @@ def bench(
     from rich.console import Console
 
     quiet_threads()
+    from . import catalogue as named
     from . import providers
-    from . import workloads as named
     from .protocol import Interleaved, Solo
     from .session import AUTO, COLD, WARM, Plan
 
@@ -142,8 +142,8 @@ def write(report: Report, files: list[Path]) -> None:
 def list_names(console: Console) -> None:
     from rich.table import Table
 
+    from .catalogue import WORKLOADS
     from .providers import providers
-    from .workloads import WORKLOADS
 
     table = Table("workload", "shape", title="Workloads", title_justify="left")
     for workload in WORKLOADS.values():

@@ -59,9 +59,9 @@ def explain(
     from rich.console import Console
 
     quiet_threads()
+    from . import catalogue as named
     from . import explain as story_of
     from . import pictures
-    from . import workloads as named
 
     with usage_errors():
         checked_outputs([output] if output else [], pictures.SUFFIXES)
@@ -116,7 +116,7 @@ def check(
 
     quiet_threads()
     from . import check as checking
-    from .workloads import select
+    from .catalogue import select
 
     with usage_errors():
         where, tasks = device_here(device), tasks_named(task or ["forward", "backward"])

@@ -103,7 +103,13 @@ def _draw_panel(axes: Any, title: str, members: list[tuple[str, Subject]], repor
             error = height * row.spread_ms / row.ms
             axes.bar(x, height, width, color=colour_of(provider, providers), yerr=error or None, error_kw={"lw": 0.6})
             axes.annotate(
-                f"{height:.{_decimals(height)}f}", (x, height), (0, 2), textcoords="offset points", size=5.5, ha="center", rotation=90
+                f"{height:.{_decimals(height)}f}",
+                (x, height + error),
+                (0, 1),
+                textcoords="offset points",
+                size=5.5,
+                ha="center",
+                rotation=90,
             )
     axes.set_xticks(range(len(members)), [label for label, _ in members], rotation=0 if max(len(label) for label, _ in members) < 8 else 25)
     axes.set(title=title, ylabel="TB/s" if by_memory else "TFLOP/s")

@@ -70,7 +70,7 @@ def tune(
 
     quiet_threads()
     from .. import tuned
-    from ..bench import workloads as named
+    from ..bench import catalogue as named
     from ..frameworks.torch.describe import device_of
     from .journal import Journal
     from .search import Tuner
@@ -246,7 +246,7 @@ def compile_(
     from rich.console import Console
 
     quiet_threads()
-    from ..bench import workloads as named
+    from ..bench import catalogue as named
     from .ahead import compile_all
 
     with usage_errors():
