@@ -11,6 +11,7 @@ import torch
 from flash3.bench.catalogue import PAPER_HIDDEN as HIDDEN
 from flash3.bench.catalogue import PAPER_TOKENS as TOKENS
 from flash3.bench.clock import EventClock, graphed
+from flash3.bench.other_peers import fa3_launch
 from flash3.bench.protocol import Interleaved
 from flash3.bench.results import geometric_mean
 
@@ -29,6 +30,15 @@ def inputs(s: int, d: int, tokens: int = TOKENS, hidden: int = HIDDEN) -> list[t
     """q, k and v of a cell of the paper's grid."""
     torch.manual_seed(0)
     return [torch.randn(tokens // s, s, hidden // d, d, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+
+
+def fa3(library: str) -> Callable[..., Run]:
+    """FlashAttention-3's operator as (q, k, v, causal, left=-1, **its own arguments by name) → a call."""
+
+    def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, left: int = -1, **given: Any) -> Run:
+        return fa3_launch(library, q=q, k=k, v=v, is_causal=causal, window_size_left=left, **given)
+
+    return prepare
 
 
 def ready(candidates: dict[str, Callable[[], Run]], graph: bool) -> dict[str, Run]:

@@ -22,7 +22,7 @@ QUICK = ("--device", "cpu", "--rounds", "2", "--ms", "0.01")
 
 
 def run(*arguments: str, code: int = 0):
-    result = CliRunner().invoke(app, list(arguments))
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, list(arguments))
     assert result.exit_code == code, (result.exit_code, result.stdout, result.stderr, result.exception)
     return result
 

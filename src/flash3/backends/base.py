@@ -67,9 +67,9 @@ class Backend(Protocol):
 class Footprint:
     """What one thread block (CPU: one step) of a plan takes, for `explain` and the tuner.
 
-    q_block, kv_block: query rows of a tile, keys of a block. smem_bytes: shared memory (CPU: scores that a step keeps). registers: most
-    of any thread. blocks_per_sm: how many run on a multiprocessor at once. head_group: heads whose tiles are visited together, longest
-    first among them. persistent: a block takes tile after tile.
+    q_block, kv_block: queries of a tile, keys of a block. heads: query heads that share a tile. smem_bytes: shared memory (CPU: scores
+    that a step keeps). registers: most of any thread. blocks_per_sm: how many run on a multiprocessor at once. head_group: heads whose
+    tiles are visited together, longest first among them. persistent: a block takes tile after tile.
     """
 
     q_block: int
@@ -79,6 +79,7 @@ class Footprint:
     threads: int = 0
     blocks_per_sm: int = 1
     head_group: int = 1
+    heads: int = 1
     persistent: bool = False
 
 

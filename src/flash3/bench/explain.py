@@ -76,14 +76,14 @@ def count(workload: Workload, footprint: Footprint) -> Counts:
         full += sum(f for _, f in rows)
         partial += sum(visited - f for visited, f in rows)
         total += len(rows) * -(-k_len // footprint.kv_block)
-    heads = workload.heads_q
+    heads = workload.heads_q // footprint.heads
     return Counts(full * heads, partial * heads, (total - full - partial) * heads)
 
 
 def predict(workload: Workload, task: Task, rates: Rates, footprint: Footprint, laid_out: tuple[Counts, Schedule]) -> Floor:
     """The roofline with what the tiles add: whole blocks instead of visible pairs, and multiprocessors that wait at the end."""
     counts, schedule = laid_out
-    pairs = (counts.full + counts.partial) * footprint.q_block * footprint.kv_block
+    pairs = (counts.full + counts.partial) * footprint.q_block * footprint.heads * footprint.kv_block
     rounding = pairs / max(1, workload.area() * workload.heads_q)
     found = floor(rates, workload.flops(task) * rounding, workload.bytes(task), float(pairs))
     return found if found.unit == "memory" else Floor(found.seconds / max(schedule.busy, 1e-9), found.unit)
@@ -121,10 +121,9 @@ def lines(story: Story) -> list[str]:
     found = [f"{story.workload.name}: {story.workload}", "", str(story.explanation)]
     f, c, s = story.footprint, story.counts, story.schedule
     if f is not None:
-        kind = "a thread block" if f.threads else "a step"
-        found.append(
-            f"{kind} takes {f.q_block} queries × {f.kv_block} keys, {f.smem_bytes / 1024:.0f} KB of {'shared ' if f.threads else ''}memory"
-        )
+        who, memory = ("a thread block", "shared memory") if f.threads else ("a step", "memory")
+        heads = f" of {f.heads} heads" if f.heads > 1 else ""
+        found.append(f"{who} takes {f.q_block} queries{heads} × {f.kv_block} keys, {f.smem_bytes / 1024:.0f} KB of {memory}")
     if f is not None and f.threads:
         found.append(f"{f.threads} threads with at most {f.registers} registers, {f.blocks_per_sm} on a multiprocessor at once")
     if c is not None:

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,24 +65,36 @@ def _fa3_forward(library: str) -> tuple[Any, tuple[str, ...]]:
     return operator, tuple(argument.name for argument in operator._schema.arguments)
 
 
+def fa3_launch(library: str, **values: Any) -> Callable[[], Any]:
+    """A call of the operator with these of its arguments by name; the others are None or off.
+
+    Raises:
+        ValueError: it has no argument of that name.
+    """
+    operator, names = _fa3_forward(library)
+    if unknown := values.keys() - set(names):
+        raise ValueError(f"the operator has no arguments {sorted(unknown)}; it has {names}")
+    off = {"window_size_left": -1, "window_size_right": -1, "attention_chunk": 0, "softcap": 0.0, "num_splits": 1, "sm_margin": 0}
+    off |= {"is_causal": False, "is_rotary_interleaved": True, "softmax_scale": values["q"].shape[-1] ** -0.5}
+    arguments = [values.get(name, off.get(name)) for name in names]
+    return lambda: operator(*arguments)
+
+
 def _fa3_operator(library: str, case: Case) -> Prepared:
     if case.task is Task.BACKWARD:
         raise Unsupported("the library that FA3_LIBRARY names has the forward only")
     refuse(case, packed=True, padded=True, paged=True, softcap=True, windows=True, float8=True)
-    operator, names = _fa3_forward(library)
     w, r = case.workload, case.request
     left, right = (-1 if x is None else x for x in window_of(w.mask))
-    values: dict[str, Any] = {
-        "q": r.q, "k": r.k, "v": r.v, "softmax_scale": w.head_dim**-0.5, "is_causal": w.mask.causal, "causal": w.mask.causal,
-        "window_size_left": left, "window_size_right": -1 if w.mask.causal else right, "attention_chunk": 0, "softcap": w.softcap,
-        "is_rotary_interleaved": True, "rotary_interleaved": True, "num_splits": 0 if w.q_len < 16 else 1, "sm_margin": 0,
-        "cu_seqlens_q": getattr(r.q_sequences, "cu_seqlens", None), "cu_seqlens_k": getattr(r.k_sequences, "cu_seqlens", None),
-        "seqused_k": getattr(r.k_sequences, "lengths", None), "page_table": getattr(r.k_sequences, "page_table", None),
-    }  # fmt: skip
-    if w.layout is SequenceKind.PACKED:
-        values |= {"max_seqlen_q": w.q_len, "max_seqlen_k": w.k_len}
-    arguments = [values.get(name) for name in names]
-    return Prepared(lambda: operator(*arguments), lambda result: (_first(result),))
+    values: dict[str, Any] = {"q": r.q, "k": r.k, "v": r.v, "is_causal": w.mask.causal, "softcap": w.softcap}
+    values |= {"window_size_left": left, "window_size_right": -1 if w.mask.causal else right, "num_splits": 0 if w.q_len < 16 else 1}
+    match w.layout:
+        case SequenceKind.PACKED:
+            values |= {"cu_seqlens_q": r.q_sequences.cu_seqlens, "cu_seqlens_k": r.k_sequences.cu_seqlens}  # type: ignore[union-attr]
+            values |= {"max_seqlen_q": w.q_len, "max_seqlen_k": w.k_len}
+        case SequenceKind.PADDED | SequenceKind.PAGED:
+            values |= {"seqused_k": r.k_sequences.lengths, "page_table": getattr(r.k_sequences, "page_table", None)}  # type: ignore[union-attr]
+    return Prepared(fa3_launch(library, **values), lambda result: (_first(result),))
 
 
 @provider("fa4", "FlashAttention-4, CuTe DSL")

@@ -50,9 +50,10 @@ class Schedule:
 def costs(workload: Workload, footprint: Footprint) -> Iterator[int]:
     """Visited blocks of every tile, in the order in which tiles are handed out. A tile that sees nothing still takes one."""
     by_length = {pair: tile_costs(workload, pair, footprint) for pair in set(workload.lengths)}
-    heads = [by_length[pair] for pair in workload.lengths for _ in range(workload.heads_q)]
-    for first in range(0, len(heads), footprint.head_group):
-        group = heads[first : first + footprint.head_group]
+    heads = [by_length[pair] for pair in workload.lengths for _ in range(workload.heads_q // footprint.heads)]
+    step = max(1, footprint.head_group // footprint.heads)
+    for first in range(0, len(heads), step):
+        group = heads[first : first + step]
         for block in range(max(map(len, group), default=0)):
             yield from (tiles[block] for tiles in group if block < len(tiles))
 

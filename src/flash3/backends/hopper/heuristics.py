@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from ...mask import MaskKind
+from ...problem import Sizes
 from . import budget
-from .tiles import WIDTHS, FirstBlock, ForwardSpec, Maximum, QuerySource, Rescale, Tiles, Turns
+from .keyblocks import level_of
+from .tiles import ROWS_PER_CONSUMER, WIDTHS, FirstBlock, ForwardSpec, Maximum, QuerySource, Rescale, Tiles, Turns
 
 L2_FOR_KV_BYTES = 32 << 20
 """Half of the L2: what K and V of the heads that run side by side may take."""
 LARGEST_HEAD_GROUP = 16
+LEVELS_BELOW = 20
+"""Tiles per block of the grid."""
 MOST_STAGES = 4
 MOST_OUTPUT_PARTS = 4
 
@@ -21,8 +26,21 @@ def width_of(dim: int) -> int:
     return next(width for width in WIDTHS if width >= dim)
 
 
-def choose(spec: ForwardSpec, k_len: int) -> Tiles:
-    """Tiles for sequences of up to k_len keys."""
+def choose(spec: ForwardSpec, k_len: int, q_len: int | None = None) -> Tiles:
+    """Tiles for sequences of up to k_len keys and, where known, q_len queries."""
+    tiles = _for_keys(spec, k_len)
+    return tiles if q_len is None else replace(tiles, heads=shared_heads(spec, tiles.q, q_len))
+
+
+def shared_heads(spec: ForwardSpec, rows: int, q_len: int) -> int:
+    """How many query heads of a key head to put into tiles of so many rows: all that fit evenly where that saves an eighth of the tiles,
+    which is so for few queries only. Every tile then reads as many keys as before."""
+    most = math.gcd(spec.heads_per_kv, ROWS_PER_CONSUMER)
+    together, apart = -(-q_len * most // rows), -(-q_len // rows) * most
+    return most if 8 * together <= 7 * apart else 1
+
+
+def _for_keys(spec: ForwardSpec, k_len: int) -> Tiles:
     widest = max(spec.qk_width, spec.v_width)
     if widest <= 64:
         return _narrow(spec, k_len)
@@ -31,7 +49,7 @@ def choose(spec: ForwardSpec, k_len: int) -> Tiles:
         return tiles
     if spec.mask_kind is MaskKind.FULL:
         return replace(tiles, parts=2)
-    if k_len <= 2048 or (spec.mask_kind is MaskKind.CAUSAL and not spec.is_ragged):
+    if k_len <= 2048 or spec.mask_kind is MaskKind.CAUSAL:
         return replace(tiles, parts=2, first_block=FirstBlock.HALF)
     return replace(tiles, hold=37)
 
@@ -85,6 +103,14 @@ def _output_columns(spec: ForwardSpec) -> Iterator[int]:
     for parts in range(1, MOST_OUTPUT_PARTS + 1):
         if spec.v_width % (32 * parts) == 0:
             yield spec.v_width // parts
+
+
+def first_level(tiles: Tiles, sizes: Sizes, multiprocessors: int) -> int:
+    """keyblocks.level_of of the longest sequence, or 1, which puts all sequences into one level: the order of the batch. That is as good
+    where many tiles come to each block, and spares the walks."""
+    num_tiles = (sizes.total_q // tiles.queries + sizes.batch) * (sizes.heads_q // tiles.heads)
+    few = num_tiles < LEVELS_BELOW * multiprocessors * tiles.blocks_per_sm
+    return level_of(sizes.k_len, tiles) if few else 1
 
 
 def head_group(spec: ForwardSpec, k_len: int, heads: int) -> int:

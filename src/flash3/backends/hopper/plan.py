@@ -78,12 +78,16 @@ class HopperBackend:
         """The tuned table first, the heuristic second."""
         key = self.tuning_key(problem)
         found = tuned.find(self.name, problem, key, Tiles, lambda tiles: budget.problems(base, tiles))
-        return (found[0], f"by the tuned table {found[1]}") if found else (heuristics.choose(base, problem.sizes.k_len), "by the heuristic")
+        return (
+            (found[0], f"by the tuned table {found[1]}")
+            if found
+            else (heuristics.choose(base, problem.sizes.k_len, problem.sizes.q_len), "by the heuristic")
+        )
 
     def tuning_space(self, problem: Problem) -> list[Tiles]:
         """See backends.base.Tunable."""
         base = _forward_spec(problem)
-        return space.legal(base, heuristics.choose(base, problem.sizes.k_len))
+        return space.legal(base, heuristics.choose(base, problem.sizes.k_len, problem.sizes.q_len))
 
     def tuning_key(self, problem: Problem) -> ForwardSpec:
         """The kernel spec in which neither the LSE nor the sign of the scale counts: neither decides which tiles are best."""
@@ -94,13 +98,14 @@ class HopperBackend:
         base, sizes = _forward_spec(problem), problem.sizes
         chosen = tiles or self._choose(problem, base)[0]
         return Footprint(
-            q_block=chosen.q,
+            q_block=chosen.queries,
             kv_block=chosen.kv,
             smem_bytes=budget.smem_bytes(base, chosen),
             registers=roles.consumer_registers(chosen),
             threads=chosen.threads,
             blocks_per_sm=chosen.blocks_per_sm,
             head_group=heuristics.head_group(base, sizes.k_len, sizes.batch * sizes.heads_q),
+            heads=chosen.heads,
             persistent=True,
         )
 
@@ -187,13 +192,15 @@ class Forward:
         if request.k_sequences.kind is SequenceKind.PAGED:
             request = gathered(request)
         layouts = _layout(request.q_sequences), _layout(request.k_sequences)
-        if _leaves_rows(layouts[0]):
+        if self.nothing:  # but perhaps rows of no sequence
             _fill_empty(request, out, lse, sink=None)
-        if self.nothing:
             return
-        if self.no_keys:
+        if self.no_keys and layouts[0] == DENSE:
             _fill_empty(request, out, lse, sink=request.sink)
             return
+        if self.no_keys:  # TMA needs some storage, and only the device knows which rows are a sequence's
+            request = with_empty_keys(request, self.problem.sizes.batch)
+            layouts = layouts[0], _layout(request.k_sequences)
         prepared = self.ready.get(layouts)
         if prepared is None:
             prepared = self.ready[layouts] = self._prepare(*layouts)
@@ -235,6 +242,13 @@ def gathered(request: Request) -> Request:
     return replace(request, k=copy(request.k), v=copy(request.v), k_sequences=padded)
 
 
+def with_empty_keys(request: Request, batch: int) -> Request:
+    """A request without any key, its keys in padded storage of which every sequence uses nothing."""
+    k, v = (t.new_zeros(batch, 1, *t.shape[-2:]) for t in (request.k, request.v))
+    lengths = torch.zeros(batch, dtype=torch.int32, device=k.device)
+    return replace(request, k=k, v=v, k_sequences=Padded(lengths=lengths))
+
+
 def _layout(sequences: Sequences) -> SequenceLayout:
     match sequences:
         case Dense():
@@ -260,11 +274,6 @@ def _arrays(sequences: Sequences) -> tuple[Tensor | None, ...] | None:
         case Padded():
             return None, sequences.lengths, sequences.leftpad, sequences.batch_index
     return None
-
-
-def _leaves_rows(layout: SequenceLayout) -> bool:
-    """Whether storage may hold rows of no sequence, which no tile writes. (Packed storage may be longer than its last sequence.)"""
-    return layout.kind is not SequenceKind.DENSE
 
 
 def _fill_empty(request: Request, out: Tensor, lse: Tensor | None, sink: Tensor | None) -> None:

@@ -160,7 +160,7 @@ class OnlineSoftmax:
             scale_rows(O, self.alpha)
 
     @cute.jit
-    def finish(self, sink_log2: Float32, has_sink: cutlass.Constexpr[bool]):
+    def finish(self, sink_log2: tuple, has_sink: cutlass.Constexpr[bool]):
         """1/l for O, and L, per row. A row without keys: 0 and −inf, with a sink 0 and the sink."""
         inverse = cute.make_rmem_tensor_like(self.row_sum)
         lse = cute.make_rmem_tensor_like(self.row_sum)
@@ -170,10 +170,10 @@ class OnlineSoftmax:
             numerator = Float32(1.0)
             if const_expr(has_sink):
                 # both terms relative to the larger exponent, whichever that is
-                larger = cute.arch.fmax(top, sink_log2)
+                larger = cute.arch.fmax(top, sink_log2[r])
                 larger = Float32(0.0) if larger == -Float32.inf else larger
                 numerator = cute.math.exp2(top - larger, fastmath=True)
-                total = total * numerator + cute.math.exp2(sink_log2 - larger, fastmath=True)
+                total = total * numerator + cute.math.exp2(sink_log2[r] - larger, fastmath=True)
                 top = larger
             empty = total == Float32(0.0)
             inverse[r] = Float32(0.0) if empty else numerator * cute.arch.rcp_approx(total)

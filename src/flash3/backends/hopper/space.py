@@ -68,6 +68,7 @@ def _frames(spec: ForwardSpec, own: Tiles) -> Iterator[Tiles]:
             overlap=Overlap.SOFTMAX_UNDER_PV,
             rescale=own.rescale,
             rescale_log2=own.rescale_log2,
+            heads=own.heads,
         )
         depths = [tiles for tiles in (_widest_output(spec, frame, stages) for stages in STAGES) if tiles]
         yield from depths[:1] if len(depths) < 2 else (depths[0], depths[-1])
