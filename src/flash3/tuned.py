@@ -78,6 +78,7 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "cpu"
 
 
+@functools.cache
 def shipped(device: str) -> Path:
     """Where the package keeps the table of a device."""
     return FOLDER / f"{slug(device)}.json"
@@ -161,12 +162,12 @@ def find(backend: str, problem: Problem, spec: Any, cls: type[T], faults: Callab
     """
     if settings.tuned == OFF:
         return None
-    encoded, device = encode(spec), problem.device.name or problem.device.type
-    for path in (settings.tuned, str(shipped(device))):
-        table = None if path is None else _table(path)
+    device = problem.device.name or problem.device.type
+    tables = [(path, _table(path)) for path in (settings.tuned, str(shipped(device))) if path is not None]
+    for path, table in tables:
         if table is None or table.device != device:
             continue
-        entry = table.nearest(backend, encoded, problem.sizes.q_len, reach(problem.mask, problem.sizes))
+        entry = table.nearest(backend, encode(spec), problem.sizes.q_len, reach(problem.mask, problem.sizes))
         tiles = None if entry is None else _usable(entry, cls, faults, path)
         if tiles is not None:
             return tiles, path

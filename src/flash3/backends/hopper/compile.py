@@ -50,7 +50,9 @@ def _arrays(layout: SequenceLayout, batch) -> Arrays | None:
 
 
 def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
-    """The compiled function: f(q, k, v, out, lse, sink, counter, q_arrays, k_arrays, numbers), on the framework's current stream.
+    """The compiled function, to be exported:
+
+    f(q, k, v, out, lse, sink, counter, q_arrays, k_arrays, numbers), on the framework's current stream.
 
     q_arrays and k_arrays are operands.Arrays (None: dense), numbers is operands.Numbers; None where the spec has nothing.
     """
@@ -78,6 +80,7 @@ def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
         numbers,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
+        no_jit_engine=True,  # nothing is called here: without it the DSL, on a GPU machine, generates and links host code once more
     )
 
 
@@ -103,10 +106,18 @@ def source_hash() -> str:
     return text.hexdigest()
 
 
+def toolkit() -> str:
+    """The CUDA toolkit inside of the DSL, cu12 or cu13: the newest installed one that the driver supports; without a driver, the newest."""
+    from cutlass._mlir._mlir_libs import _cutlass_ir
+
+    return Path(_cutlass_ir.__file__).name.split(".")[1]
+
+
 def fingerprint() -> str:
     """What the code of a key depends on besides the key."""
     versions = [importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
-    return " ".join([source_hash(), *versions, platform.machine(), TARGET])  # no Python version: an object holds machine code only
+    # No Python version: an object holds machine code only. No driver version either: it decides about the toolkit, and nothing else.
+    return " ".join([source_hash(), *versions, toolkit(), platform.machine(), TARGET])
 
 
 @functools.cache

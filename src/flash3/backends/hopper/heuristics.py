@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -86,6 +87,7 @@ def _two_blocks(spec: ForwardSpec) -> Tiles:
     raise LookupError(f"no tiles for two blocks per SM: {spec}")
 
 
+@functools.lru_cache(maxsize=1024)
 def _largest(spec: ForwardSpec, consumers: int, turns: Turns, most_kv: int = 128) -> Tiles:
     """The most keys per block that fit, then the most columns of O at a time, then the most stages."""
     source = QuerySource.REGISTERS if spec.qk_width <= 128 else QuerySource.SHARED
