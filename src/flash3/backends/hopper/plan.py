@@ -212,7 +212,8 @@ class Forward:
         kernel = self.kernels(spec, self.tiles)
         numbers = packed(launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors))
         straight = all(_straight(t.strides, t.dtype.bytes) for t in (p.q, p.k, p.v) if isinstance(t.dtype, DType))
-        device, current_stream = p.device.index, torch._C._cuda_getCurrentRawStream
+        device = p.device.index
+        current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a torch without CUDA only plans
         counters = _counters.setdefault(device, {})
 
         def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sink: Any, q_arrays: Any, k_arrays: Any) -> None:
