@@ -73,6 +73,13 @@ def current(field: str) -> Any:
     return _values[field] if overrides is None else overrides.get(field, _values[field])
 
 
+def deciding() -> tuple[Any, ...]:
+    """All settings that change what a call does, at once, for where microseconds count: backend, tuned, check_values."""
+    overrides = _overrides.get()
+    values = _values if overrides is None else {**_values, **overrides}
+    return values["backend"], values["tuned"], values["check_values"]
+
+
 def _known(field: str) -> str:
     if field not in _values:
         raise AttributeError(f"no setting {field!r}; known: {', '.join(_values)}")

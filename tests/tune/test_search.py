@@ -222,6 +222,25 @@ def test_orders_share_kernels() -> None:
     assert len(more) == 5
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_common_calls_find_their_kernels_compiled(dim: int, causal: bool) -> None:
+    """Other batches, heads and lengths of the same classes ask for kernels of the group `common`."""
+    from flash3.backends.hopper.plan import HopperBackend
+    from flash3.bench.catalogue import select
+    from flash3.tune.command import orders_of
+
+    device, backend = model_named("h200").device, HopperBackend()
+    orders, _ = orders_of(select(["common"]), [Task.FORWARD], device, "hopper", lse=(False, True))
+    compiled = {(o.problem.spec, o.tiles) for o in orders}
+    mask = ",causal" if causal else ""
+    for shape in ("b=3,q=700,h=5", "b=1,q=9000,h=16", "b=5,q=1,k=4096,h=8", "b=2,q=300,h=4,packed"):
+        (workload,) = select([f"{shape},d={dim}{mask}"])
+        for lse in (False, True):
+            problem = workload.problem(device, Task.FORWARD, lse)
+            assert (problem.spec, backend.plan(problem).tiles) in compiled
+
+
 def test_compiling_in_other_processes_tells_what_fails(tmp_path: Path) -> None:
     """Through real processes: tiles that the budget refuses reach no compiler."""
     from flash3.tune.ahead import Order, compile_all

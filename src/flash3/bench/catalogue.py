@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -83,6 +84,14 @@ def _models() -> Iterator[Workload]:
     yield even("models/video-diffusion", 1, 32768, 24, 128)
 
 
+def _common() -> Iterator[Workload]:
+    """One call of each class of lengths that heuristics tell apart, prompts and single queries: what `flash3 compile` compiles unasked."""
+    for dim, mask, layout in itertools.product((64, 128), (FULL, CAUSAL), (SequenceKind.DENSE, SequenceKind.PACKED)):
+        for keys, one in itertools.product((512, 1024, 2048, 16384), (False, True)):
+            name = f"common/d{dim}-{describe_mask(mask)}-{layout.value}-{short_number(keys)}{'-one-query' if one else ''}"
+            yield even(name, 2, 1 if one else keys, 8, dim, k_len=keys, mask=mask, layout=layout)
+
+
 def _small() -> Iterator[Workload]:
     """For a CPU: seconds, not hours."""
     yield even("cpu/full", 1, 4096, 8, 64, dtype=DType.FP32)
@@ -117,7 +126,7 @@ CHECKED = (
 """One for each feature; the group `check` has them in a small size."""
 
 
-WORKLOADS: dict[str, Workload] = {w.name: w for w in (*paper(), *_features(), *_models(), *_small())}
+WORKLOADS: dict[str, Workload] = {w.name: w for w in (*paper(), *_features(), *_models(), *_common(), *_small())}
 WORKLOADS |= {w.name: w for w in (replace(WORKLOADS[name].small(), name=f"check/{name.replace('/', '-')}") for name in CHECKED)}
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(w.group for w in WORKLOADS.values()))
 

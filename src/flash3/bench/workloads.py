@@ -76,7 +76,7 @@ class Workload:
             return float(kv + q * self.heads_q * (size * d + out * dv) + lse)
         return float(2 * kv + q * self.heads_q * (2 * size * d + 2 * out * dv) + lse)
 
-    def problem(self, device: Device, task: Task = Task.FORWARD) -> Problem:
+    def problem(self, device: Device, task: Task = Task.FORWARD, lse: bool = True) -> Problem:
         """The checked description, without tensors and without a GPU."""
 
         def info(shape: tuple[int, ...], dtype: DType) -> TensorInfo:
@@ -90,7 +90,7 @@ class Workload:
         q_shape, k_shape, v_shape = self.shapes()
         q, k, v = (info(shape, self.dtype) for shape in (q_shape, k_shape, v_shape))
         sink = info((self.heads_q,), DType.FP32) if self.sink else None
-        return Problem.of(self.request(q, k, v, sink, arrays, task))
+        return Problem.of(replace(self.request(q, k, v, sink, arrays, task), lse=lse))
 
     def request(self, q: Any, k: Any, v: Any, sink: Any, arrays: Mapping[str, Any], task: Task = Task.FORWARD) -> Request:
         """The call on given tensors (or descriptions); `arrays` has what `storage` names."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,7 +40,8 @@ Examples:
 """
 COMPILE_EXAMPLES = """\b
 Examples:
-  flash3 compile paper                             on a GPU machine, or on any other for an H200
+  flash3 compile                                   common calls: on a GPU machine, or on any other for an H200
+  flash3 compile b=1,q=4096,h=32,kv=8,d=128,causal,packed --lse without
   flash3 compile --all --jobs 16
   flash3 compile 'paper/d128-*' --space 24         and what flash3 tune 'paper/d128-*' --limit 24 will want
   FLASH3_CACHE_DIR=./kernels flash3 compile models --device h200
@@ -226,6 +228,9 @@ def differences(outcome: Outcome) -> str:
     return ", ".join(f"{name} {value}" for name, value in mine.items() if own.get(name) != value)
 
 
+LSE = {"both": (False, True), "with": (True,), "without": (False,)}
+
+
 def compile_(
     workloads: Words = None,
     task: Annotated[list[str] | None, typer.Option("--task", "-t", help="forward (default) or backward; repeat it for both.")] = None,
@@ -236,6 +241,7 @@ def compile_(
     dtype: Annotated[str | None, typer.Option(help="Another dtype for every workload.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every named workload.")] = False,
     space: Annotated[int, typer.Option(min=0, help="Also so many candidates of each tuning space, for a later flash3 tune --limit.")] = 0,
+    lse: Annotated[str, typer.Option(help="Calls with the LSE (training, flash3 bench), without (inference), or both.")] = "both",
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time. Default: one per core.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -250,9 +256,13 @@ def compile_(
     from .ahead import compile_all
 
     with usage_errors():
-        words = list(named.GROUPS) if everything else workloads or ["paper"]
+        if lse not in LSE:
+            raise ValueError(f"--lse must be {', '.join(LSE)}, got {lse!r}")
+        words = list(named.GROUPS) if everything else workloads or ["common"]
         target = compile_target(device)
-        orders, refused = orders_of(with_dtype(named.select(words), dtype), tasks_named(task or ["forward"]), target, backend, space)
+        orders, refused = orders_of(
+            with_dtype(named.select(words), dtype), tasks_named(task or ["forward"]), target, backend, space, LSE[lse]
+        )
     with progress(Console(stderr=True, quiet=as_json), len(orders)) as (say, step):
         done = []
         for result in compile_all(orders, jobs):
@@ -288,26 +298,25 @@ def compile_target(name: str | None) -> Device:
 
 
 def orders_of(
-    workloads: list[Workload], tasks: list[Any], device: Device, backend: str | None, space: int = 0
+    workloads: list[Workload], tasks: list[Any], device: Device, backend: str | None, space: int = 0, lse: tuple[bool, ...] = (True,)
 ) -> tuple[list[Order], dict[str, str]]:
-    """One order per kernel, however many workloads share it; and who is refused."""
+    """One order per kernel, however many workloads share it; and who is refused. lse: whether calls ask for it."""
     from ..backends.base import Tunable
     from ..dispatch import backend_named, choose
     from .ahead import Order
 
     found: dict[tuple[str, ...], Order] = {}
     refused = {}
-    for workload in workloads:
-        for task in tasks:
-            problem = workload.problem(device, task)
-            try:
-                plan = choose(problem, backend)
-            except NotImplementedError as reason:
-                refused[f"{workload.name} {task.value}"] = str(reason)
-                continue
-            chosen = backend_named(plan.backend)
-            others = list(chosen.tuning_space(problem))[:space] if space and isinstance(chosen, Tunable) else []
-            for tiles in (plan.tiles, *others):
-                order = Order(workload.name, plan.backend, problem, tiles)
-                found.setdefault((plan.backend, repr(problem.spec), repr(tiles)), order)
+    for workload, task, kept in itertools.product(workloads, tasks, lse):
+        problem = workload.problem(device, task, kept)
+        try:
+            plan = choose(problem, backend)
+        except NotImplementedError as reason:
+            refused[f"{workload.name} {task.value}"] = str(reason)
+            continue
+        chosen = backend_named(plan.backend)
+        others = list(chosen.tuning_space(problem))[:space] if space and isinstance(chosen, Tunable) else []
+        for tiles in (plan.tiles, *others):
+            order = Order(workload.name, plan.backend, problem, tiles)
+            found.setdefault((plan.backend, repr(problem.spec), repr(tiles)), order)
     return list(found.values()), refused
