@@ -15,6 +15,7 @@ from .tuned import encode
 
 BACKENDS: dict[str, str] = {
     "hopper": "flash3.backends.hopper.plan:HopperBackend",
+    "triton": "flash3.backends.triton.plan:TritonBackend",
     "cpu": "flash3.backends.cpu.plan:CpuBackend",
 }
 """Name -> where its class is, best first. Modules are imported when first asked for."""

@@ -102,6 +102,7 @@ def _flex(case: Case) -> Prepared:
         blocks = create_block_mask(rule, None, None, q_total, k_total, device=case.device, _compile=case.device.type == "cuda")
     cap = w.softcap
     change = (lambda s, b, h, i, j: cap * torch.tanh(s / cap)) if cap else None
+    torch._dynamo.reset()  # each shape is a compilation of its own; after eight of one function, the next would not be compiled at all
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
