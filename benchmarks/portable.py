@@ -29,11 +29,13 @@ from torch import Tensor
 from flash3.backends.base import Gradients, Saved
 from flash3.backends.triton.plan import TritonBackend
 from flash3.backends.triton.tiles import BackwardTiles, Tiles
+from flash3.bench import catalogue, providers
+from flash3.bench.case import Case
 from flash3.frameworks.torch.describe import describe
 from flash3.mask import Mask
 from flash3.problem import Problem, Request, Task
 
-from .forward import HIDDEN, TOKENS, Run, flops, interleaved
+from .timing import HIDDEN, TOKENS, Run, flops, interleaved
 
 SMALL = Tiles(32, 32, 4, 1)
 CANDIDATES: dict[tuple[str, int], list[Tiles]] = {}
@@ -139,38 +141,20 @@ def check(cell: Cell, tiles: Tiles | None) -> float:
 LARGEST_ERROR = 8e-3
 
 
-def fa2(cell: Cell, data: list[Tensor]) -> Run:
-    """torch's flash backend, its operators themselves."""
-    q, k, v, d_out = (x.transpose(1, 2) for x in data)
-    forward = torch.ops.aten._scaled_dot_product_flash_attention
-    if cell.kernel == "forward":
-        return lambda: forward(q, k, v, 0.0, cell.causal)
-    out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = forward(q, k, v, 0.0, cell.causal)
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    return lambda: backward(d_out, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, cell.causal, seed, offset)
+def peer(name: str) -> Callable[[Cell, list[Tensor]], Run]:
+    """A provider of `flash3 bench` on a cell's tensors."""
+
+    def prepare(cell: Cell, data: list[Tensor]) -> Run:
+        q, k, v, d_out = data
+        workload = catalogue.paper_cell(cell.d, cell.causal, cell.s)
+        task = Task.FORWARD if cell.kernel == "forward" else Task.BACKWARD
+        case = Case(workload, task, workload.request(q, k, v, None, {}, task), None if task is Task.FORWARD else d_out)
+        return providers.select([name])[0].prepare(case).call
+
+    return prepare
 
 
-def flex(cell: Cell, data: list[Tensor]) -> Run:
-    """FlexAttention, compiled for these shapes."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch._dynamo.reset()  # each shape is a compilation of its own
-    compiled = torch.compile(flex_attention, dynamic=False)
-    q, k, v, d_out = (x.transpose(1, 2) for x in data)
-    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, cell.s, cell.s) if cell.causal else None
-    if cell.kernel == "forward":
-
-        def forward() -> Any:
-            with torch.no_grad():
-                return compiled(q, k, v, block_mask=blocks)
-
-        return forward
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = compiled(*leaves, block_mask=blocks)
-    return lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True)
-
-
-PEERS: dict[str, Callable[[Cell, list[Tensor]], Run]] = {"fa2": fa2, "flex": flex}
+PEERS: dict[str, Callable[[Cell, list[Tensor]], Run]] = {"fa2": peer("sdpa:flash"), "flex": peer("flex")}
 
 
 def ready(cell: Cell, names: list[str], choices: list[Tiles | None]) -> tuple[dict[str, Run], dict[str, str]]:
@@ -236,7 +220,7 @@ def right(a: argparse.Namespace) -> set[tuple[Cell, Tiles | None]]:
 
 
 def _compiled_flex(cell: Cell) -> None:
-    flex(cell, tensors((TOKENS // cell.s, cell.s, HIDDEN // cell.d, cell.d), 4))()
+    PEERS["flex"](cell, tensors((TOKENS // cell.s, cell.s, HIDDEN // cell.d, cell.d), 4))()
 
 
 def has_flex(cell: Cell, a: argparse.Namespace) -> bool:
