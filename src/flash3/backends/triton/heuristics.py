@@ -1,4 +1,4 @@
-"""Tiles by compute capability, else by shared memory. sm_90 was measured on an H200 (docs/performance.md); elsewhere the largest tiles
+"""Tiles by compute capability, else by shared memory. sm_90 at width 64 was measured on an H200 (docs/performance.md); elsewhere the largest tiles
 that compile within the GPU's limits almost without spills (tests/triton/test_compile.py)."""
 
 from __future__ import annotations
