@@ -95,8 +95,8 @@ def load_object(path: Path):
 
 @functools.cache
 def source_hash() -> str:
-    """Of every file that the generated code depends on: all of this folder but the plan, which only calls it."""
-    kernels = [f for f in sorted(Path(__file__).parent.glob("*.py")) if f.name != "plan.py"]
+    """Of every file that the generated code depends on: all of this folder but the plans, which only call it."""
+    kernels = [f for f in sorted(Path(__file__).parent.glob("*.py")) if not f.name.endswith("plan.py")]
     files = [*kernels, *(Path(m.__file__) for m in (mask, problem, sequences))]
     text = hashlib.sha256()
     for file in files:

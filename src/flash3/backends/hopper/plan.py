@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from ...plan import Plan
 from ...problem import DType, Problem, Request, ScaleKind, Task, TensorInfo
 from ...sequences import Dense, Packed, Padded, Paged, SequenceKind, Sequences
 from ..base import Refusal, Support
-from . import budget, heuristics, launch
+from . import backward_budget, backward_plan, budget, heuristics, launch
+from .backward_tiles import BackwardSpec, BackwardTiles
 from .tiles import DENSE, SEQUENCE_LIMIT, ForwardSpec, SequenceLayout, Tiles
 
 CAPABILITY = (9, 0)
@@ -23,27 +25,27 @@ TMA_ALIGNMENT_BYTES = 16
 Kernel = Callable[..., None]
 
 
-def compiled(spec: ForwardSpec, tiles: Tiles) -> Kernel:
+def compiled(spec: ForwardSpec | BackwardSpec, tiles: Tiles | BackwardTiles) -> Kernel:
     """The kernel from the cache, compiled where it is not there yet. The compiler is imported when first needed."""
-    from .compile import kernel
+    from . import backward_compile, compile
 
-    return kernel(spec, tiles)
+    return backward_compile.kernel(spec, tiles) if isinstance(spec, BackwardSpec) else compile.kernel(spec, tiles)
 
 
 class HopperBackend:
     """CuTe DSL kernels for sm_90a.
 
     Args:
-        kernels: what turns (ForwardSpec, Tiles) into a function; tests and benchmarks bring their own.
+        kernels: what turns (ForwardSpec, Tiles) or (BackwardSpec, BackwardTiles) into a function; tests and benchmarks bring their own.
     """
 
     name = "hopper"
 
-    def __init__(self, kernels: Callable[[ForwardSpec, Tiles], Kernel] = compiled) -> None:
+    def __init__(self, kernels: Callable[..., Kernel] = compiled) -> None:
         self._kernels = kernels
 
     def support(self, problem: Problem) -> Support | Refusal:
-        """Forward in fp16 and bf16, dense, packed or padded, on a Hopper GPU."""
+        """fp16 and bf16, dense, packed or padded, on a Hopper GPU; backward to the head dims of `backward_budget.WIDTHS`."""
         spec, device = problem.spec, problem.device
         if device.type != "cuda" or device.capability != CAPABILITY:
             return Refusal(f"it needs a Hopper GPU (compute capability 9.0), these tensors are on {device}")
@@ -59,13 +61,15 @@ class HopperBackend:
             notes.append("gathers the pages into a copy first: a kernel that reads pages is still to come")
         return Support("; ".join(notes))
 
-    def plan(self, problem: Problem, tiles: Tiles | None = None) -> Plan:
-        """One launch.
+    def plan(self, problem: Problem, tiles: Any = None) -> Plan:
+        """Forward: one launch. Backward: one call that launches three kernels.
 
         Raises:
             ValueError: `tiles` do not fit; the message says why.
         """
         spec = problem.spec
+        if spec.task is Task.BACKWARD:
+            return self._backward(problem, tiles)
         base = launch.forward_spec(spec, problem.sizes.scale, _least(spec.q_sequences), _least(spec.k_sequences))
         chosen = tiles or heuristics.choose(base, problem.sizes.k_len)
         wrong = budget.problems(base, chosen)
@@ -73,12 +77,22 @@ class HopperBackend:
             raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
         return Plan(backend=self.name, problem=problem, run=Forward(problem, chosen, self._kernels), tiles=chosen)
 
+    def _backward(self, problem: Problem, tiles: BackwardTiles | None) -> Plan:
+        spec = problem.spec
+        base = backward_plan.spec_of(problem, _least(spec.q_sequences), _least(spec.k_sequences))
+        chosen = tiles or backward_budget.choose(base)
+        wrong = backward_budget.problems(base, chosen)
+        if wrong:
+            raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
+        run = backward_plan.Backward(problem, chosen, self._kernels, _layout, _arrays, _tma_ready)
+        return Plan(backend=self.name, problem=problem, run=run, tiles=chosen)
+
 
 def _unsupported(problem: Problem) -> list[str]:
     spec, sizes = problem.spec, problem.sizes
     found = []
-    if spec.task is not Task.FORWARD:
-        found.append("it has no backward yet")
+    if spec.task is Task.BACKWARD:
+        found += backward_plan.unsupported(problem)
     if spec.dtype not in (DType.BF16, DType.FP16):
         found.append(f"its inputs must be bfloat16 or float16, got {spec.dtype.value}")
     if spec.out_dtype not in (DType.BF16, DType.FP16, DType.FP32):

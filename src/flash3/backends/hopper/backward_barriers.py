@@ -1,0 +1,32 @@
+"""Named barriers of the backward, by event."""
+
+import enum
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .backward_tiles import CONSUMERS
+from .roles import WARPGROUP_THREADS
+
+
+class BackwardBarrierId(enum.IntEnum):
+    """Barrier 0 belongs to the whole block. SLOT_FREE, SLOT_FULL and GRADIENT are families: id + consumer number."""
+
+    BLOCK = 0
+    SCORE_GRADIENTS = 1  # dS of both consumers is in shared memory
+    KEYS_READ = 2  # both consumers have read K for the last time
+    GRADIENT = 3  # consumer i's threads, around its rows of dK and dV in shared memory
+    SLOT_FREE = 5  # consumer i's half of dQ may be overwritten
+    SLOT_FULL = 7  # consumer i's half of dQ is complete
+
+
+@cute.jit
+def sync_consumers(event: BackwardBarrierId):
+    """All threads of all consumers."""
+    cute.arch.barrier(barrier_id=event, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
+
+
+@cute.jit
+def sync_gradient(consumer: Int32):
+    """All 128 threads of one consumer."""
+    cute.arch.barrier(barrier_id=BackwardBarrierId.GRADIENT + consumer, number_of_threads=WARPGROUP_THREADS)
