@@ -33,6 +33,7 @@ def _dense() -> None:
     for width in (64, 128):
         spec, tiles = BACKWARD[f"backward_{width}_full"]
         _add(f"backward_{width}_full_shared", spec, replace(tiles, dq_path=DqPath.SHARED))
+        _add(f"backward_{width}_full_deep", spec, replace(tiles, q_stages=3, do_stages=3))
 
 
 def _features() -> None:

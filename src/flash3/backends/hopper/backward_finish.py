@@ -12,13 +12,13 @@ from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 from . import backward_storage, blocklist, budget, storage
-from .backward_operands import RowOperands
-from .backward_prepare import PIECE, row_of
+from .backward_operands import FinishOperands
 from .backward_tiles import CONSUMERS, BackwardSpec, BackwardTiles
 from .dq import half_of, in_fours
 from .extents import extent_of
 from .fragments import convert
 from .roles import WARPGROUP_THREADS
+from .rows import PIECE, piece_at, row_of
 
 THREADS = CONSUMERS * WARPGROUP_THREADS
 
@@ -30,11 +30,11 @@ class FinishKernel:
         self.spec, self.tiles = spec, tiles
 
     @cute.jit
-    def launch(self, ops: RowOperands, blocks: Int32, heads: Int32, stream):
+    def launch(self, ops: FinishOperands, blocks: Int32, heads: Int32, stream):
         self.kernel(ops).launch(grid=[blocks, heads, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, ops: RowOperands):
+    def kernel(self, ops: FinishOperands):
         spec, tiles, z = self.spec, self.tiles, ops.sizes
         thread, _, _ = cute.arch.thread_idx()
         index, head, _ = cute.arch.block_idx()
@@ -50,7 +50,7 @@ class FinishKernel:
             self.write(ops, rows, extent, head, first_row, thread)
 
     @cute.jit
-    def gather(self, ops: RowOperands, record: Int32, rows: cute.Tensor, thread: Int32):
+    def gather(self, ops: FinishOperands, record: Int32, rows: cute.Tensor, thread: Int32):
         """Registers of the main kernel → rows in shared memory."""
         spec, tiles = self.spec, self.tiles
         mma, shape = backward_storage.dq_mma(spec, tiles), backward_storage.dq_shape(spec, tiles)
@@ -70,7 +70,7 @@ class FinishKernel:
         cute.copy(copy, copy.retile(out), copy.get_slice(thread).partition_D(target)[None, None, None, 0])
 
     @cute.jit
-    def write(self, ops: RowOperands, rows: cute.Tensor, extent, head: Int32, first_row: Int32, thread: Int32):
+    def write(self, ops: FinishOperands, rows: cute.Tensor, extent, head: Int32, first_row: Int32, thread: Int32):
         spec, tiles = self.spec, self.tiles
         pieces = spec.qk_width // PIECE
         width = ops.dq.shape[-1]
@@ -81,4 +81,4 @@ class FinishKernel:
             if first_row + row < extent.length and column < width:
                 cute.autovec_copy(cute.local_tile(rows[row, None, 0], (PIECE,), (at % pieces,)), values)
                 target = row_of(ops.dq, spec.q_layout, extent, head, first_row + row)
-                cute.autovec_copy(values, cute.make_tensor((target.iterator + column).align(16), cute.make_layout(PIECE)))
+                cute.autovec_copy(values, piece_at(target, column))

@@ -37,16 +37,31 @@ class BackwardSizes:
 
 @dataclass
 class RowOperands:
-    """Of prepare and finish: what has a row for each query."""
+    """Of backward_prepare. Tensors as the framework has them: (batch, rows, heads, columns), packed (rows, heads, columns)."""
 
-    out: object  # prepare: O and dO, (batch, rows, heads, v) or packed (rows, heads, v); finish: None
-    d_out: object
-    lse: object  # float32 (batch, heads, rows), packed (heads, rows)
+    q: cute.Tensor
+    k: cute.Tensor
+    out: cute.Tensor
+    d_out: cute.Tensor
+    lse: cute.Tensor  # float32 (batch, heads, rows), packed (heads, rows)
     d_lse: object  # like lse, or None
     sink: object  # float32 (heads,) or None
-    dq: object  # finish: dQ, like q
-    statistics: object  # float32 (heads · q_blocks, statistics_words)
+    statistics: cute.Tensor  # float32 (heads · q_blocks, statistics_words)
     dq_sum: cute.Tensor  # float32 (heads · q_blocks, q · qk_width): dQ / scale, in the order of the matmul's registers
+    q_arrays: SequenceArrays
+    k_arrays: SequenceArrays
+    sizes: BackwardSizes
+    mask: MaskNumbers
+    scale_log2: Float32
+    tanh_scale: Float32
+
+
+@dataclass
+class FinishOperands:
+    """Of backward_finish."""
+
+    dq: cute.Tensor  # like q
+    dq_sum: cute.Tensor
     q_arrays: SequenceArrays
     sizes: BackwardSizes
     scale: Float32

@@ -5,7 +5,7 @@ equations   D = rowsum(dO ∘ O) − dL      L₂ = L·log2 e      d_sink = −�
             mask for them.
 
 record      of each block of rows and head (blocklist), float32: L₂ (q) · whether some row has a second part, the block's share of the
-            sink's gradient, 0, 0 · D (q) · second part of L₂ (q, written only where there is one)
+            sink's gradient, 0, 0 · D (q) · second part of L₂ (q; backward_refine)
 
 roles       one block of 256 threads for each record; as many threads to a row as it has 16-byte pieces (a power of two)
 limits      16-bit O and dO; rows of 16 bytes
@@ -16,34 +16,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from ...sequences import SequenceKind
 from . import blocklist
 from .backward_operands import RowOperands
+from .backward_refine import LARGEST_EXACT, rest_of_row
 from .backward_tiles import STATISTICS_TAIL, BackwardSpec, BackwardTiles, statistics_words
 from .extents import Extent, extent_of
+from .rows import PIECE, piece_of, row_of, rows_of, statistic_of
 from .softmax import LOG2_E
 
 THREADS = 256
-PIECE = 8
-"""Columns that a thread reads at once: 16 bytes."""
+WARPS = THREADS // 32
 
 
 def lanes_per_row(spec: BackwardSpec) -> int:
     return 1 << (spec.v_width // PIECE - 1).bit_length()
-
-
-def row_of(m, layout, extent: Extent, head, row):
-    """A row of (batch, rows, heads, columns), packed (rows, heads, columns)."""
-    if layout.kind is SequenceKind.PACKED:
-        return m[extent.start + row, head, None]
-    return m[extent.row, extent.start + row, head, None]
-
-
-def statistic_of(m, layout, extent: Extent, head, row):
-    """An entry of (batch, heads, rows), packed (heads, rows)."""
-    if layout.kind is SequenceKind.PACKED:
-        return m[head, extent.start + row]
-    return m[extent.row, head, extent.start + row]
 
 
 @cute.jit
@@ -79,10 +65,12 @@ class PrepareKernel:
         first_row = (index - blocklist.first_block(spec.q_layout, ops.q_arrays, batch, z.q_rows, tiles.q)) * tiles.q
         record = head * z.q_blocks + index
         self.clear(ops, record, thread)
-        partial = Float32(0.0)
+        partial, coarse = Float32(0.0), Float32(0.0)
         if first_row < extent.length:
             partial = self.rows(ops, record, head, extent, first_row, thread)
-        self.write_tail(ops, record, partial, thread)
+            k = extent_of(ops.k_arrays, spec.k_layout, batch, z.k_rows)
+            coarse = self.second_parts(ops, record, head, extent, k, first_row, thread)
+        self.write_tail(ops, record, partial, coarse, thread)
 
     @cute.jit
     def clear(self, ops: RowOperands, record: Int32, thread: Int32):
@@ -106,7 +94,8 @@ class PrepareKernel:
         pieces = []
         for i in cutlass.range_constexpr(passes):
             row = cutlass.min(first_row + (thread // lanes + THREADS // lanes * i), last)
-            pieces.append((self.piece(ops.out, extent, head, row, here), self.piece(ops.d_out, extent, head, row, here)))
+            rows = (row_of(m, spec.q_layout, extent, head, row) for m in (ops.out, ops.d_out))
+            pieces.append([piece_of(r, here) for r in rows])
         line = ops.statistics.iterator + Int64(record) * statistics_words(tiles)
         lse_line = cute.make_tensor(line, cute.make_layout(tiles.q))
         delta_line = cute.make_tensor(line + (tiles.q + STATISTICS_TAIL), cute.make_layout(tiles.q))
@@ -127,27 +116,48 @@ class PrepareKernel:
                     partial = partial - (Float32(0.0) if lse_log2 == Float32.inf else share * delta)
         return partial
 
-    def piece(self, m, extent: Extent, head, row, column):
-        """16 bytes of a row, in registers."""
-        source = row_of(m, self.spec.q_layout, extent, head, row)
-        values = cute.make_rmem_tensor(PIECE, m.element_type)
-        cute.autovec_copy(cute.make_tensor((source.iterator + column).align(16), cute.make_layout(PIECE)), values)
-        return values
+    @cute.jit
+    def second_parts(self, ops: RowOperands, record: Int32, head: Int32, q: Extent, k: Extent, first_row: Int32, thread: Int32):
+        """The second part of L₂ of every row. The answer: 1 where this warp's rows have some, else 0."""
+        spec, tiles = self.spec, self.tiles
+        rows, lane = tiles.q // WARPS, thread % 32
+        first = thread // 32 * rows
+        lse_log2 = Float32(0.0)
+        if lane < rows and first_row + first + lane < q.length:
+            lse_log2 = statistic_of(ops.lse, spec.q_layout, q, head, first_row + first + lane) * Float32(LOG2_E)
+            lse_log2 = Float32(0.0) if lse_log2 == -Float32.inf else lse_log2
+        large = lse_log2 > Float32(LARGEST_EXACT) or lse_log2 < Float32(-LARGEST_EXACT)
+        coarse = cute.arch.vote_ballot_sync(large)
+        rest, found = Float32(0.0), Float32(0.0)
+        if coarse != 0:
+            found = Float32(1.0)
+            keys = rows_of(ops.k, spec.k_layout, k, head // spec.heads_per_kv)
+            for i in cutlass.range(rows, unroll=1):
+                if (coarse >> i) & 1 != 0:
+                    row = first_row + first + i
+                    q_row = row_of(ops.q, spec.q_layout, q, head, row)
+                    of_row = cute.arch.shuffle_sync(lse_log2, i)
+                    again = rest_of_row(ops, q_row, keys, row, q, k, of_row, head, spec)
+                    rest = again if lane == i else rest
+        start = Int64(record) * statistics_words(tiles) + (2 * tiles.q + STATISTICS_TAIL)
+        line = cute.make_tensor(ops.statistics.iterator + start, cute.make_layout(tiles.q))
+        if lane < rows:
+            line[first + lane] = rest
+        return found
 
     @cute.jit
-    def write_tail(self, ops: RowOperands, record: Int32, partial: Float32, thread: Int32):
+    def write_tail(self, ops: RowOperands, record: Int32, partial: Float32, coarse: Float32, thread: Int32):
         """The four words behind L₂."""
         smem = SmemAllocator()
-        sums = smem.allocate_tensor(Float32, cute.make_layout(THREADS // 32), 16)
-        total = Float32(0.0)
-        if const_expr(self.spec.sink):
-            of_warp = cute.arch.warp_reduction_sum(partial)
-            if thread % 32 == 0:
-                sums[thread // 32] = of_warp
-            cute.arch.sync_threads()
-            for i in cutlass.range_constexpr(THREADS // 32):
-                total = total + sums[i]
+        sums = smem.allocate_tensor(Float32, cute.make_layout((WARPS, 2)), 16)
+        of_warp = cute.arch.warp_reduction_sum(partial) if const_expr(self.spec.sink) else Float32(0.0)
+        if thread % 32 == 0:
+            sums[thread // 32, 0], sums[thread // 32, 1] = of_warp, coarse
+        cute.arch.sync_threads()
         if thread == 0:
+            share, some = Float32(0.0), Float32(0.0)
+            for i in cutlass.range_constexpr(WARPS):
+                share, some = share + sums[i, 0], some + sums[i, 1]
             start = Int64(record) * statistics_words(self.tiles) + self.tiles.q
             tail = cute.make_tensor((ops.statistics.iterator + start).align(16), cute.make_layout(STATISTICS_TAIL))
-            tail[0], tail[1], tail[2], tail[3] = Float32(0.0), total, Float32(0.0), Float32(0.0)
+            tail[0], tail[1], tail[2], tail[3] = some, share, Float32(0.0), Float32(0.0)

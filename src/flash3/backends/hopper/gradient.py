@@ -7,7 +7,7 @@ from ...sequences import SequenceKind
 from . import backward_storage, blocklist, storage
 from .backward import BackwardKernel
 from .backward_finish import FinishKernel
-from .backward_operands import BackwardNumbers, BackwardOperands, BackwardSizes, RowOperands
+from .backward_operands import BackwardNumbers, BackwardOperands, BackwardSizes, FinishOperands, RowOperands
 from .backward_prepare import PrepareKernel
 from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles
 from .extents import rows_view, sequence_arrays
@@ -46,40 +46,41 @@ class Gradient:
         batch = self.batch(mQ, mK, q_arrays, k_arrays)
         blocks = blocklist.num_blocks(spec.q_layout, mQ.shape[-3], batch, tiles.q)
 
-        def common():
+        def sides():
             """A kernel that is traced rebinds what it is given: each one gets its own."""
-            return sequence_arrays(q_arrays), BackwardSizes(mQ.shape[-3], mK.shape[-3], batch, blocks)
+            sizes = BackwardSizes(mQ.shape[-3], mK.shape[-3], batch, blocks)
+            return sequence_arrays(q_arrays), sequence_arrays(k_arrays), sizes, self.mask_numbers(numbers)
 
-        before = RowOperands(mO, mdO, mLSE, mdLSE, mSink, None, mStatistics, mSum, *common(), numbers.scale)
+        scales = numbers.scale_log2, numbers.tanh_scale
+        before = RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mSum, *sides(), *scales)
         PrepareKernel(spec, tiles).launch(before, blocks, heads, stream)
-        main = self.main_operands(mQ, mK, mV, mdO, mdK, mdV, mStatistics, mSum, sequence_arrays(k_arrays), *common(), numbers)
+        loads = self.loads(mQ, mK, mV, mdO)
+        main = BackwardOperands(*loads, *self.stores(mdK, mdV), mStatistics, mSum, *sides(), numbers.scale, *scales)
         key_tiles = blocklist.num_blocks(spec.k_layout, mK.shape[-3], batch, tiles.kv)
         BackwardKernel(spec, tiles).launch(main, key_tiles, kv_heads, stream)
-        after = RowOperands(None, None, None, None, None, mdQ, None, mSum, *common(), numbers.scale)
-        FinishKernel(spec, tiles).launch(after, blocks, heads, stream)
+        q_side, _, sizes, _ = sides()
+        FinishKernel(spec, tiles).launch(FinishOperands(mdQ, mSum, q_side, sizes, numbers.scale), blocks, heads, stream)
 
-    def main_operands(self, mQ, mK, mV, mdO, mdK, mdV, mStatistics, mSum, k_side, q_side, sizes, numbers) -> BackwardOperands:
+    def mask_numbers(self, n: BackwardNumbers) -> MaskNumbers:
+        return MaskNumbers(n.left, n.right, n.chunk, n.q_offset, n.k_offset, n.bottom_right)
+
+    def loads(self, mQ, mK, mV, mdO):
         spec, tiles = self.spec, self.tiles
         q, do = (rows_view(m, spec.q_layout) for m in (mQ, mdO))
-        k, v, dk, dv = (rows_view(m, spec.k_layout) for m in (mK, mV, mdK, mdV))
-        qk, value = spec.qk_width, spec.v_width
-        n = numbers
-        return BackwardOperands(
-            storage.tma_load(q, backward_storage.q_layout(spec, tiles, 1), (tiles.q, qk)),
-            storage.tma_load(k, backward_storage.k_layout(spec, tiles), (tiles.kv, qk)),
-            storage.tma_load(v, backward_storage.v_layout(spec, tiles), (tiles.kv, value)),
-            storage.tma_load(do, backward_storage.do_layout(spec, tiles, 1), (tiles.q, value)),
-            storage.tma_store(dk, backward_storage.gradient_layout(spec, qk), (KEYS_PER_CONSUMER, qk)),
-            storage.tma_store(dv, backward_storage.gradient_layout(spec, value), (KEYS_PER_CONSUMER, value)),
-            mStatistics,
-            mSum,
-            q_side,
-            k_side,
-            sizes,
-            MaskNumbers(n.left, n.right, n.chunk, n.q_offset, n.k_offset, n.bottom_right),
-            n.scale,
-            n.scale_log2,
-            n.tanh_scale,
+        k, v = (rows_view(m, spec.k_layout) for m in (mK, mV))
+        return (
+            storage.tma_load(q, backward_storage.q_layout(spec, tiles, 1), (tiles.q, spec.qk_width)),
+            storage.tma_load(k, backward_storage.k_layout(spec, tiles), (tiles.kv, spec.qk_width)),
+            storage.tma_load(v, backward_storage.v_layout(spec, tiles), (tiles.kv, spec.v_width)),
+            storage.tma_load(do, backward_storage.do_layout(spec, tiles, 1), (tiles.q, spec.v_width)),
+        )
+
+    def stores(self, mdK, mdV):
+        spec = self.spec
+        dk, dv = (rows_view(m, spec.k_layout) for m in (mdK, mdV))
+        return (
+            storage.tma_store(dk, backward_storage.gradient_layout(spec, spec.qk_width), (KEYS_PER_CONSUMER, spec.qk_width)),
+            storage.tma_store(dv, backward_storage.gradient_layout(spec, spec.v_width), (KEYS_PER_CONSUMER, spec.v_width)),
         )
 
     def batch(self, mQ, mK, q_arrays, k_arrays) -> Int32:
