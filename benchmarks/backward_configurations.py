@@ -28,7 +28,7 @@ def _spec(width: int, mask_kind: MaskKind, value: int | None = None, **fields: o
 
 def _dense() -> None:
     for mask in (FULL, CAUSAL, WINDOW, CHUNK):
-        for width in (64, 128):
+        for width in (64, 128, 256):
             _add(f"backward_{width}_{mask.value}", _spec(width, mask))
     for width in (64, 128):
         spec, tiles = BACKWARD[f"backward_{width}_full"]
@@ -40,6 +40,11 @@ def _features() -> None:
     half = {"dtype": DType.FP16, "out_dtype": DType.FP16}
     _add("backward_64_causal_fp16", _spec(64, CAUSAL, **half))
     _add("backward_128_full_fp16", _spec(128, FULL, **half))
+    _add("backward_256_causal_fp16", _spec(256, CAUSAL, **half))
+    _add("backward_256_128_full", _spec(256, FULL, 128))
+    _add("backward_256_192_causal_gqa", _spec(256, CAUSAL, 192, heads_per_kv=2))
+    _add("backward_256_causal_softcap", _spec(256, CAUSAL, softcap=True))
+    _add("backward_256_full_sink_lse", _spec(256, FULL, sink=True, lse_gradient=True))
     _add("backward_32_causal", _spec(32, CAUSAL))
     _add("backward_32_64_full", _spec(32, FULL, 64))
     _add("backward_128_96_causal", _spec(128, CAUSAL, 96))
@@ -54,7 +59,7 @@ def _features() -> None:
 
 
 def _ragged() -> None:
-    for width in (64, 128):
+    for width in (64, 128, 256):
         _add(f"backward_{width}_causal_packed", _spec(width, CAUSAL, q_layout=PACKED, k_layout=PACKED))
     _add("backward_128_full_packed_gqa", _spec(128, FULL, q_layout=PACKED, k_layout=PACKED, heads_per_kv=2))
     _add("backward_128_causal_packed_used", _spec(128, CAUSAL, q_layout=PACKED_USED, k_layout=PACKED_USED, lse_gradient=True))

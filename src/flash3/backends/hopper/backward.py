@@ -11,7 +11,8 @@ shared memory.
 roles       warps      registers      job
 producer    0          24             TMA loads of K, V, Q, dO; bulk loads of L and D beside Q and dO
 sender      1          24             DqPath.SHARED: adds dQ to global memory by bulk reduction
-consumer i  4(i+1) …   240            64 keys: all five matmuls, P and dS, dK and dV
+consumer i  4(i+1) …   240            Split.KEYS: 64 keys, all five matmuls (backward_consumer.py); Split.ROLES, for widths over 128: the
+                                      same 64 keys, P and dV or dS and dK, half of dQ (backward_roles.py)
 
 pipes       cargo              stages            filled by   emptied by                     arrivals to empty
 k, v        K, V tile          1                 TMA         nobody: one tile a block
@@ -21,365 +22,188 @@ dS has two buffers: who writes the next block's has passed the barrier of this o
 
 barriers    0 the block, once · 1 dS of both consumers is written · 2 both have read K for the last time (dK goes out in its place)
             3+i consumer i's threads, around its rows of dK, dV · 5+i, 7+i its half of dQ is free, full (dq.py)
+            9 Split.ROLES: P is in shared memory
 
-timeline    one consumer, one block:   Sᵀ dPᵀ │ P under dPᵀ │ dS → shared memory │ barrier │ dQ dV dK, dQ leaves under dV and dK
+timeline    Split.KEYS, one block:   Sᵀ dPᵀ │ P under dPᵀ │ dS → shared memory │ barrier │ dQ dV dK, dQ leaves under dV and dK
             Nothing is in flight over a loop's edge, and S, dP, dQ are new tensors in every block: else ptxas serializes all matmuls.
 
-limits      16-bit inputs; rows of 16 bytes; widths to 128; a tile's first query row fits 32 bits
+limits      16-bit inputs; rows of 16 bytes; a tile's first query row fits 32 bits
 """
 
 from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from ... import mask
-from ...mask import MaskKind
 from . import backward_storage, blocklist, budget, roles, storage
-from .backward_barriers import BackwardBarrierId, sync_consumers, sync_gradient
+from .backward_barriers import BackwardBarrierId, sync_consumers
+from .backward_consumer import Consumer, StagedRowsRead, walk_heads
+from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, produce
 from .backward_operands import BackwardOperands
-from .backward_tiles import KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, statistics_words
-from .bulk import bulk_load
+from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
+from .backward_tiles import STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Split
 from .dq import HandOver, RegisterReduction, Sender, send_all
-from .extents import Extent, extent_of, tile_of
-from .fragments import LANES_PER_ROW, ROW_STEP, ROWS_PER_THREAD, as_rows, convert
+from .extents import extent_of
+from .fragments import LANES_PER_ROW
 from .masking import bounds_of
-from .matmul import issue, wait_matmuls
 from .pipes import StagedLoad, tma_pipe
 from .queryblocks import QueryBlocks, query_blocks
-
-UNSEEN = 1 << 30
-"""First row that sees a key past the end of the keys."""
-COLUMNS_AT_ONCE = 16
-"""Of Sᵀ become P before the next ones: more would keep more of L in registers."""
+from .weights import TransposedMask, Weights
 
 
 @dataclass
-class StagedRowsLoad(StagedLoad):
-    """Producer end of a block of rows with a statistic each: TMA, and a bulk copy beside it."""
+class Buffers:
+    """Shared memory."""
 
-    statistics: cute.Tensor  # (heads · q_blocks, words)
-    box: cute.Tensor  # (words, stage) in shared memory
-    word: cutlass.Constexpr[int]  # where this statistic begins in a record
-    lane: Int32
+    Q: cute.Tensor  # (rows, columns, stage), and so are dO, K, V
+    dO: cute.Tensor
+    K: cute.Tensor
+    V: cute.Tensor
+    dS: cute.Tensor  # (queries, keys, stage)
+    dQ: object  # DqPath.SHARED: (half, consumer) float32
+    P: object  # Split.ROLES: P as it lies in registers, words
+    L: cute.Tensor  # (words, stage)
+    D: cute.Tensor
 
-    @cute.jit
-    def load_with_rows(self, block: Int32, head: Int32, extent: Extent, record: Int32):
-        slot = self.producer.acquire_and_advance()
-        rows = tile_of(self.tensor, self.tile, block, 0, head, extent, self.layout)
-        target, source = cpasync.tma_partition(
-            self.atom, 0, cute.make_layout(1), cute.group_modes(self.buffer, 0, 2), cute.group_modes(rows, 0, 2)
+
+class Parts:
+    """What a consumer is put together from."""
+
+    def __init__(self, kernel, ops: BackwardOperands, tile: KeyTile, buffers: Buffers, q_out, do_out, thread, me):
+        self.spec, self.tiles = kernel.spec, kernel.tiles
+        self.ops, self.tile, self.buffers, self.q_out, self.do_out = ops, tile, buffers, q_out, do_out
+        self.all_thread, self.me = thread, me
+        by_keys = self.tiles.split is Split.KEYS
+        self.thread = thread if by_keys else thread % roles.WARPGROUP_THREADS
+        # not the thread: descriptors then live in uniform registers
+        self.at, self.dq_at = (me * roles.WARPGROUP_THREADS if by_keys else 0), me * roles.WARPGROUP_THREADS
+        self.scores = backward_storage.scores_mma(self.spec, self.tiles)
+        self.dk_mma, self.dv_mma = (
+            backward_storage.gradient_mma(self.spec, self.tiles, w) for w in (self.spec.qk_width, self.spec.v_width)
         )
-        cute.copy(self.atom, source, target[None, slot.index], tma_bar_ptr=slot.barrier)
-        if self.lane == 0:
-            words = cute.size(self.box, mode=[0])
-            start = self.statistics.iterator + (Int64(record) * self.statistics.shape[1] + self.word)
-            bulk_load(self.box[None, slot.index].iterator, start, slot.barrier, 4 * words)
+        self.dq_mma = backward_storage.dq_mma(self.spec, self.tiles)
+        self.lane = thread % 32
+        self.first_column = 2 * (self.lane % LANES_PER_ROW)
 
+    def scores_a(self, sX):
+        return self.scores.make_fragment_A(self.scores.get_slice(self.at).partition_A(sX))[None, None, None, 0]
 
-@dataclass
-class StagedRowsRead:
-    """Consumer end of Q or dO: the stage as operand of both products, and its rows' statistic. Given back later than waited for."""
+    def read(self, sX, mma, width, stages, rows, pipe) -> StagedRowsRead:
+        part = self.scores.get_slice(self.at)
+        transposed = mma.get_slice(self.at).partition_B(storage.transposed(sX, width, self.tiles.q, stages))
+        return StagedRowsRead(self.scores.make_fragment_B(part.partition_B(sX)), mma.make_fragment_B(transposed), rows, pipe, pipe.clone())
 
-    operand: cute.Tensor  # B of the scores: rows × columns
-    transposed: cute.Tensor  # B of the gradients: columns × rows
-    rows: cute.Tensor  # (words, stage)
-    waiting: object
-    releasing: object  # the same pipe, one step behind
+    def queries(self) -> StagedRowsRead:
+        return self.read(self.buffers.Q, self.dk_mma, self.spec.qk_width, self.tiles.q_stages, self.buffers.L, self.q_out)
 
-    @cute.jit
-    def wait(self):
-        return self.waiting.wait_and_advance().index
+    def douts(self) -> StagedRowsRead:
+        return self.read(self.buffers.dO, self.dv_mma, self.spec.v_width, self.tiles.do_stages, self.buffers.D, self.do_out)
 
-    @cute.jit
-    def release(self):
-        self.releasing.release()
-        self.releasing.advance()
+    def total(self, mma, width):
+        """An accumulator of dK or dV."""
+        return cute.make_rmem_tensor(mma.get_slice(self.at).partition_shape_C((self.tiles.kv, width)), Float32)
 
-
-@dataclass
-class TransposedMask:
-    """For one thread: keys `first_key` and `first_key + 8`, query columns first_column + 8j + {0, 1} of a block."""
-
-    first_key: Int32
-    first_column: Int32
-    k_len: Int32
-    bounds: mask.Bounds
-    spec: cutlass.Constexpr[BackwardSpec]
-
-    def limits(self, first_row: Int32):
-        """For each of the two keys: columns [first, end) that see it; None: no end."""
-        found = []
-        for r in range(ROWS_PER_THREAD):
-            key = self.first_key + ROW_STEP * r
-            begin, end = mask.visible_rows(key, self.bounds, self.spec.mask_kind, cutlass.min, cutlass.max)
-            here = first_row + self.first_column
-            first = -here if begin is None else begin - here
-            found.append((cutlass.select_(key < self.k_len, first, Int32(UNSEEN)), None if end is None else end - here))
-        return found
-
-    def sees(self, limits, r: int, c: int):
-        first, end = limits[r]
-        column = (c // 2) * 8 + c % 2
-        return column >= first if end is None else (column >= first) & (column < end)
-
-
-@dataclass
-class Consumer:
-    """64 keys of one warpgroup."""
-
-    K: cute.Tensor  # A of Sᵀ
-    V: cute.Tensor  # A of dPᵀ
-    K_dq: cute.Tensor  # operands of dQ; dS over its stages
-    dS_dq: cute.Tensor
-    queries: StagedRowsRead
-    douts: StagedRowsRead
-    dK: cute.Tensor
-    dV: cute.Tensor
-    ds_copy: cute.TiledCopy
-    ds_to: cute.Tensor  # this thread's part of dS in shared memory, over the stages
-    ds_stage: Int32
-    dq: object  # RegisterReduction or HandOver
-    mask: TransposedMask
-    statistics: cute.Tensor
-    record: Int32  # of the head's block 0
-    first_column: Int32
-    scale_log2: Float32
-    tanh_scale: Float32
-    scores_mma: cute.TiledMma
-    dk_mma: cute.TiledMma
-    dv_mma: cute.TiledMma
-    dq_mma: cute.TiledMma
-    spec: cutlass.Constexpr[BackwardSpec]
-    tiles: cutlass.Constexpr[BackwardTiles]
-
-    @cute.jit
-    def block(self, q_block: Int32, masked: cutlass.Constexpr[bool]):
-        spec, tiles = self.spec, self.tiles
-        S, dP = self.new_scores(), self.new_scores()
-        P, dS = self.new_operand(), self.new_operand()
-        dQ = cute.make_rmem_tensor(self.dq_mma.get_slice(0).partition_shape_C(backward_storage.dq_shape(spec, tiles)), Float32)
-        q = self.queries.wait()
-        issue(self.scores_mma, S, self.K, self.queries.operand[None, None, None, q], accumulate=False)  # Sᵀ = K·Qᵀ
-        do = self.douts.wait()
-        issue(self.scores_mma, dP, self.V, self.douts.operand[None, None, None, do], accumulate=False)  # dPᵀ = V·dOᵀ
-        wait_matmuls(1)
-        if const_expr(spec.softcap):
-            self.to_capped_probabilities(S, P, q, q_block, masked)
+    def dq_operands(self):
+        """K and dS as operands of dQ, over dS's stages."""
+        part, mma = self.dq_mma.get_slice(self.dq_at), self.dq_mma
+        sKt = storage.transposed(self.buffers.K, self.spec.qk_width, self.tiles.kv, 1)
+        if self.tiles.dq_transposed:
+            K, dS = mma.make_fragment_A(part.partition_A(sKt)), mma.make_fragment_B(part.partition_B(self.buffers.dS))
         else:
-            self.to_probabilities(S, P, q, q_block, masked)  # under dPᵀ
-        delta = self.read_rows(self.douts.rows, do)
-        wait_matmuls(0)
-        self.to_score_gradients(dP, S, delta)
-        convert(dP, dS)
-        cute.copy(self.ds_copy, self.ds_copy.retile(dS), self.ds_to[None, None, None, self.ds_stage])
-        cute.arch.fence_view_async_shared()
-        sync_consumers(BackwardBarrierId.SCORE_GRADIENTS)
-        self.issue_dq(dQ)
-        issue(self.dv_mma, self.dV, P, self.douts.transposed[None, None, None, do], accumulate=True)  # dV += Pᵀ·dO
-        issue(self.dk_mma, self.dK, dS, self.queries.transposed[None, None, None, q], accumulate=True)  # dK += dSᵀ·Q
-        wait_matmuls(2)
-        self.dq.add(dQ, self.record + q_block)  # under dV and dK
-        wait_matmuls(0)
-        self.douts.release()
-        self.queries.release()
-        self.ds_stage = self.ds_stage ^ 1
+            K, dS = mma.make_fragment_B(part.partition_B(sKt)), mma.make_fragment_A(part.partition_A(self.buffers.dS))
+        return K[None, None, None, 0], dS
 
-    def new_scores(self):
-        """A tensor that lived across blocks would keep its registers for ever: a matmul's accumulator is also its input."""
-        return cute.make_rmem_tensor(self.scores_mma.get_slice(0).partition_shape_C((self.tiles.kv, self.tiles.q)), Float32)
+    def dq_path(self):
+        words = self.tiles.q * self.spec.qk_width
+        thread = self.all_thread % roles.WARPGROUP_THREADS
+        if self.tiles.dq_path is DqPath.REGISTERS:
+            return RegisterReduction(self.ops.dq_sum, self.me, thread, words)
+        fours = words // 2 // (4 * roles.WARPGROUP_THREADS)
+        place = (self.buffers.dQ[None, self.me].iterator + 4 * thread).align(16)
+        return HandOver(cute.make_tensor(place, cute.make_layout((4, fours), stride=(1, 4 * roles.WARPGROUP_THREADS))), self.me)
 
-    def new_operand(self):
-        shape = self.scores_mma.get_slice(0).partition_shape_C((self.tiles.kv, self.tiles.q))
-        return cute.make_rmem_tensor(shape, storage.ELEMENTS[self.spec.dtype])
+    def ds_store(self):
+        """The copy of dS to shared memory, and this thread's part of the target."""
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), storage.ELEMENTS[self.spec.dtype])
+        copy = cute.make_tiled_copy_C(atom, self.scores)
+        target = storage.transposed(self.buffers.dS, self.tiles.kv, self.tiles.q, self.tiles.ds_stages)
+        return copy, copy.get_slice(self.thread).partition_D(target)
 
-    @cute.jit
-    def issue_dq(self, dQ: cute.Tensor):
-        dS = self.dS_dq[None, None, None, self.ds_stage]
-        if const_expr(self.tiles.dq_transposed):
-            issue(self.dq_mma, dQ, self.K_dq, dS, accumulate=False)
-        else:
-            issue(self.dq_mma, dQ, dS, self.K_dq, accumulate=False)
+    def weights(self) -> Weights:
+        tile, ops, spec, tiles = self.tile, self.ops, self.spec, self.tiles
+        first_key = tile.kv_block * tiles.kv + self.thread // 32 * 16 + self.lane // LANES_PER_ROW
+        bounds = bounds_of(replace(ops.mask), tile.q.length, tile.k.length)
+        mask = TransposedMask(first_key, self.first_column, tile.k.length, bounds, spec)
+        record = tile.record + Int32(0)
+        return Weights(self.buffers.L, ops.statistics, record, mask, self.first_column, ops.scale_log2, ops.tanh_scale, spec, tiles)
 
-    @cute.jit
-    def read_rows(self, rows: cute.Tensor, stage: Int32):
-        """The statistic of this thread's query columns, first_column + 8j + {0, 1}."""
-        eighths = self.tiles.q // 8
-        mine = cute.make_rmem_tensor(2 * eighths, Float32)
-        source = cute.make_tensor((rows[None, stage].iterator + self.first_column).align(8), cute.make_layout((2, eighths), stride=(1, 8)))
-        cute.autovec_copy(source, cute.make_tensor(mine.iterator, cute.make_layout((2, eighths))))
-        return mine
-
-    @cute.jit
-    def to_probabilities(self, S: cute.Tensor, P: cute.Tensor, stage: Int32, q_block: Int32, masked: cutlass.Constexpr[bool]):
-        """S becomes P in place; its 16-bit copy is the operand of dV."""
-        rows, lse = as_rows(S), self.read_rows(self.queries.rows, stage)
-        columns = cute.size(rows, mode=[1])
-        limits, rest = self.mask.limits(q_block * self.tiles.q), self.rest_of(q_block)
-        coarse = self.is_coarse(stage)
-        for first in cutlass.range_constexpr(0, columns, COLUMNS_AT_ONCE):
-            for c in cutlass.range_constexpr(first, first + COLUMNS_AT_ONCE):
-                for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
-                    exponent = rows[r, c] * self.scale_log2 - lse[c]
-                    if const_expr(masked):
-                        exponent = cutlass.select_(self.mask.sees(limits, r, c), exponent, -Float32.inf)
-                    rows[r, c] = exponent
-            if coarse:
-                for c in cutlass.range_constexpr(first, first + COLUMNS_AT_ONCE):
-                    for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
-                        rows[r, c] = rows[r, c] - rest[c % 2, c // 2]
-            for c in cutlass.range_constexpr(first, first + COLUMNS_AT_ONCE):
-                for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
-                    rows[r, c] = cute.math.exp2(rows[r, c], fastmath=True)
-        convert(S, P)
-
-    def is_coarse(self, stage: Int32):
-        """Whether some L of the block has a second part, which only very large ones have."""
-        return self.queries.rows[self.tiles.q, stage] != Float32(0.0)
-
-    def rest_of(self, q_block: Int32):
-        """The second part of L, in global memory: column first_column + 8j + e at (e, j)."""
-        start = Int64(self.record + q_block) * statistics_words(self.tiles) + (2 * self.tiles.q + STATISTICS_TAIL) + self.first_column
-        return cute.make_tensor((self.statistics.iterator + start).align(8), cute.make_layout((2, self.tiles.q // 8), stride=(1, 8)))
-
-    @cute.jit
-    def to_capped_probabilities(self, S: cute.Tensor, P: cute.Tensor, stage: Int32, q_block: Int32, masked: cutlass.Constexpr[bool]):
-        """P goes to the operand of dV, and S becomes P times the slope of the cap, 1 − tanh²: all that dS wants of it."""
-        for i in cutlass.range_constexpr(cute.size(S)):  # r = 1 / (1 + e^2x): tanh x = 1 − 2r, and the slope is 4r·(1 − r)
-            S[i] = cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(S[i] * self.tanh_scale, fastmath=True))
-        if self.is_coarse(stage):
-            self.cap(S, P, stage, q_block, masked, coarse=True)
-        else:
-            self.cap(S, P, stage, q_block, masked, coarse=False)
-
-    @cute.jit
-    def cap(
-        self, S: cute.Tensor, P: cute.Tensor, stage: Int32, q_block: Int32, masked: cutlass.Constexpr[bool], coarse: cutlass.Constexpr[bool]
-    ):
-        rows, lse, limits, rest = (
-            as_rows(S),
-            self.read_rows(self.queries.rows, stage),
-            self.mask.limits(q_block * self.tiles.q),
-            self.rest_of(q_block),
+    def consumer(self) -> Consumer:
+        K_dq, dS_dq = self.dq_operands()
+        ds_copy, ds_to = self.ds_store()
+        return Consumer(
+            K=self.scores_a(self.buffers.K),
+            V=self.scores_a(self.buffers.V),
+            K_dq=K_dq,
+            dS_dq=dS_dq,
+            queries=self.queries(),
+            douts=self.douts(),
+            dK=self.total(self.dk_mma, self.spec.qk_width),
+            dV=self.total(self.dv_mma, self.spec.v_width),
+            ds_copy=ds_copy,
+            ds_to=ds_to,
+            ds_stage=Int32(0),
+            dq=self.dq_path(),
+            weights=self.weights(),
+            scores_mma=self.scores,
+            dk_mma=self.dk_mma,
+            dv_mma=self.dv_mma,
+            dq_mma=self.dq_mma,
+            spec=self.spec,
+            tiles=self.tiles,
         )
-        pair = cute.make_rmem_tensor(2, Float32)
-        for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
-            for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
-                for e in cutlass.range_constexpr(2):
-                    x = rows[r, c + e]
-                    exponent = (Float32(1.0) - Float32(2.0) * x) * self.scale_log2 - lse[c + e]
-                    if const_expr(coarse):
-                        exponent = exponent - rest[e, c // 2]
-                    p = cute.math.exp2(exponent, fastmath=True)
-                    if const_expr(masked):
-                        p = cutlass.select_(self.mask.sees(limits, r, c + e), p, Float32(0.0))
-                    pair[e] = p
-                    rows[r, c + e] = p * (Float32(4.0) * x * (Float32(1.0) - x))
-                convert(pair, cute.make_tensor(P.iterator + 2 * (c + r), cute.make_layout(2)))
 
-    @cute.jit
-    def to_score_gradients(self, dP: cute.Tensor, P: cute.Tensor, delta: cute.Tensor):
-        """dP becomes dS = P ∘ (dP − D) in place."""
-        out, p = as_rows(dP), as_rows(P)
-        for r in cutlass.range_constexpr(cute.size(out, mode=[0])):
-            for c in cutlass.range_constexpr(cute.size(out, mode=[1])):
-                out[r, c] = p[r, c] * (out[r, c] - delta[c])
+    def half_of_dq(self) -> HalfOfDq:
+        K, dS = self.dq_operands()
+        return HalfOfDq(K, dS, self.dq_path(), self.dq_mma, self.spec, self.tiles)
+
+    def box(self):
+        """This thread's words of P: float4 by float4, beside its neighbours'."""
+        fours = self.tiles.q * self.tiles.kv // 2 // (4 * roles.WARPGROUP_THREADS)
+        place = (self.buffers.P.iterator + 4 * self.thread).align(16)
+        return cute.make_tensor(place, cute.make_layout((4, fours), stride=(1, 4 * roles.WARPGROUP_THREADS)))
+
+    def score_consumer(self) -> ScoreConsumer:
+        total = self.total(self.dv_mma, self.spec.v_width)
+        return ScoreConsumer(
+            self.scores_a(self.buffers.K), self.queries(), self.douts(), total, self.weights(), self.box(), Int32(0), self.half_of_dq(),
+            self.scores, self.dv_mma, self.spec, self.tiles,
+        )  # fmt: skip
+
+    def gradient_consumer(self) -> GradientConsumer:
+        total = self.total(self.dk_mma, self.spec.qk_width)
+        return GradientConsumer(
+            self.scores_a(self.buffers.V), self.queries(), self.douts(), total, self.tile.record + Int32(0), self.first_column, self.box(),
+            Int32(0), *self.ds_store(), self.half_of_dq(), self.scores, self.dk_mma, self.spec, self.tiles,
+        )  # fmt: skip
+
+    def dv_store(self) -> GradientStore:
+        return GradientStore.create(
+            self.ops.dv, self.buffers.V, self.dv_mma, self.all_thread, self.me, self.spec.v_width, self.spec, self.tiles
+        )
+
+    def dk_store(self) -> GradientStore:
+        return GradientStore.create(
+            self.ops.dk, self.buffers.K, self.dk_mma, self.all_thread, self.me, self.spec.qk_width, self.spec, self.tiles
+        )
 
 
 @cute.jit
-def walk(c: Consumer, blocks: QueryBlocks):
-    """Every block of queries of one head that sees the tile."""
-    block = blocks.first
-    for i in cutlass.range(blocks.left_edge, unroll=1):
-        c.block(block + i, masked=True)
-    block = block + blocks.left_edge
-    for i in cutlass.range(blocks.interior, unroll=1):
-        c.block(block + i, masked=False)
-    block = block + blocks.interior
-    if const_expr(c.spec.mask_kind is MaskKind.WINDOW or c.spec.mask_kind is MaskKind.CHUNK):
-        for i in cutlass.range(blocks.right_edge, unroll=1):
-            c.block(block + i, masked=True)
-    return c
-
-
-@dataclass
-class Loads:
-    q: StagedRowsLoad
-    do: StagedRowsLoad
-    k: StagedLoad
-    v: StagedLoad
-
-
-@dataclass
-class KeyTile:
-    """What a block works on."""
-
-    kv_block: Int32
-    kv_head: Int32
-    q: Extent
-    k: Extent
-    record: Int32  # of the first query head's block 0
-    q_blocks: Int32  # records from a head to the next
-
-
-@cute.jit
-def produce(load: Loads, tile: KeyTile, blocks: QueryBlocks, heads: cutlass.Constexpr[int]):
-    """Loads of one work tile, in the order in which they are read."""
-    count = blocks.count()
-    head, block, record = tile.kv_head * heads, blocks.first, tile.record
-    load.k.load(tile.kv_block, tile.kv_head, tile.k)
-    load.v.load(tile.kv_block, tile.kv_head, tile.k)
-    for _ in cutlass.range(heads, unroll=1):
-        for i in cutlass.range(count, unroll=1):
-            load.q.load_with_rows(block + i, head, tile.q, record + block + i)
-            load.do.load_with_rows(block + i, head, tile.q, record + block + i)
-        head = head + 1
-        record = record + tile.q_blocks
-    return load
-
-
-@dataclass
-class GradientStore:
-    """dK or dV: registers → this consumer's 64 rows of K's or V's place in shared memory → global, by TMA."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor  # extents.rows_view
-    rows: cute.Tensor  # this consumer's rows in shared memory
-    copy: cute.TiledCopy
-    to_smem: cute.Tensor
-    consumer: Int32
-    first_warp: Boolean
-    width: cutlass.Constexpr[int]
-    spec: cutlass.Constexpr[BackwardSpec]
-
-    @staticmethod
-    def create(tma, sX, mma, thread, consumer, width, spec: BackwardSpec):
-        element = storage.ELEMENTS[spec.dtype]
-        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), element), mma)
-        rows = cute.local_tile(sX, (KEYS_PER_CONSUMER, width), (consumer, 0, None))
-        first_warp = Boolean(thread // 32 % 4 == 0)
-        return GradientStore(
-            tma.atom, tma.tma_tensor, rows, copy, copy.get_slice(thread).partition_D(sX), consumer, first_warp, width, spec
-        )
-
-    @cute.jit
-    def write(self, acc: cute.Tensor, tile: KeyTile):
-        out = cute.make_rmem_tensor_like(acc, storage.ELEMENTS[self.spec.dtype])
-        convert(acc, out)
-        cute.copy(self.copy, self.copy.retile(out), self.to_smem[None, None, None, 0])
-        cute.arch.fence_view_async_shared()
-        sync_gradient(self.consumer)
-        if self.first_warp:
-            block = tile.kv_block * 2 + self.consumer
-            rows = tile_of(self.tensor, (KEYS_PER_CONSUMER, self.width), block, 0, tile.kv_head, tile.k, self.spec.k_layout)
-            source, target = cpasync.tma_partition(
-                self.atom, 0, cute.make_layout(1), cute.group_modes(self.rows, 0, 2), cute.group_modes(rows, 0, 2)
-            )
-            cute.copy(self.atom, source[None, 0], target)
-            cute.arch.cp_async_bulk_commit_group()
+def scale_all(acc: cute.Tensor, factor: Float32):
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        acc[i] = acc[i] * factor
 
 
 class BackwardKernel:
@@ -400,7 +224,7 @@ class BackwardKernel:
         warpgroup = cute.arch.make_warp_uniform(thread // roles.WARPGROUP_THREADS)
         warp_number = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
-        sQ, sdO, sK, sV, sdS, sdQ, sL, sD = self.buffers(smem)
+        buffers = self.buffers(smem)
         size = spec.dtype.bytes
         q_in, q_out = tma_pipe(smem, tiles, tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
         do_in, do_out = tma_pipe(smem, tiles, tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
@@ -415,42 +239,57 @@ class BackwardKernel:
             cute.arch.setmaxregister_decrease(roles.producer_registers(tiles))
             if exists:
                 if warp_number == 0:
-                    load = self.loads(ops, sQ, sdO, sK, sV, sL, sD, q_in, do_in, k_in, v_in, thread)
+                    load = self.loads(ops, buffers, q_in, do_in, k_in, v_in, thread)
                     load = produce(load, tile, blocks, spec.heads_per_kv)
                     load.q.producer.tail()
                     load.do.producer.tail()
                 if const_expr(tiles.dq_path is DqPath.SHARED):
                     if warp_number == 1:
-                        sender = Sender(ops.dq_sum, sdQ, thread % 32, spec, tiles)
+                        sender = Sender(ops.dq_sum, buffers.dQ, thread % 32, spec, tiles)
                         send_all(sender, tile.record, blocks.first, blocks.count(), Int32(spec.heads_per_kv), tile.q_blocks)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             if exists:
                 me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
-                buffers = sQ, sdO, sK, sV, sdS, sdQ, sL, sD
-                c = self.consumer(ops, tile, buffers, q_out, do_out, thread - roles.WARPGROUP_THREADS, me)
-                c.dK.fill(0.0)
-                c.dV.fill(0.0)
                 k_out.wait_and_advance()
                 v_out.wait_and_advance()
-                if const_expr(spec.heads_per_kv == 1):
-                    c = walk(c, blocks)
+                parts = Parts(self, ops, tile, buffers, q_out, do_out, thread - roles.WARPGROUP_THREADS, me)
+                if const_expr(tiles.split is Split.KEYS):
+                    self.by_keys(parts, blocks)
                 else:
-                    for _ in cutlass.range(spec.heads_per_kv, unroll=1):
-                        c = walk(c, blocks)
-                        c.record = c.record + tile.q_blocks
-                self.store(ops, c, tile, sK, sV, thread - roles.WARPGROUP_THREADS, me)
+                    if me == 0:
+                        self.scores_role(parts, blocks)
+                    else:
+                        self.gradients_role(parts, blocks)
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
 
-    def store(self, ops, c: Consumer, tile: KeyTile, sK, sV, thread, me):
-        spec = self.spec
-        dv_store = GradientStore.create(ops.dv, sV, c.dv_mma, thread, me, spec.v_width, spec)
-        dk_store = GradientStore.create(ops.dk, sK, c.dk_mma, thread, me, spec.qk_width, spec)
-        dv_store.write(c.dV, tile)  # these rows of V were read by this consumer alone
+    @cute.jit
+    def by_keys(self, parts, blocks: QueryBlocks):
+        c = parts.consumer()
+        c.dK.fill(0.0)
+        c.dV.fill(0.0)
+        c = walk_heads(c, blocks, parts.tile.q_blocks)
+        parts.dv_store().write(c.dV, parts.tile)  # these rows of V were read by this consumer alone
         sync_consumers(BackwardBarrierId.KEYS_READ)
-        for i in range(cute.size(c.dK)):
-            c.dK[i] = c.dK[i] * ops.scale
-        dk_store.write(c.dK, tile)
-        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        scale_all(c.dK, parts.ops.scale)
+        parts.dk_store().write(c.dK, parts.tile)
+
+    @cute.jit
+    def scores_role(self, parts, blocks: QueryBlocks):
+        c = parts.score_consumer()
+        c.total.fill(0.0)
+        c = walk_heads(c, blocks, parts.tile.q_blocks)
+        sync_consumers(BackwardBarrierId.KEYS_READ)
+        parts.dv_store().write(c.total, parts.tile)
+
+    @cute.jit
+    def gradients_role(self, parts, blocks: QueryBlocks):
+        c = parts.gradient_consumer()
+        c.total.fill(0.0)
+        c = walk_heads(c, blocks, parts.tile.q_blocks)
+        sync_consumers(BackwardBarrierId.KEYS_READ)
+        scale_all(c.total, parts.ops.scale)
+        parts.dk_store().write(c.total, parts.tile)
 
     def buffers(self, smem: SmemAllocator):
         spec, tiles = self.spec, self.tiles
@@ -468,7 +307,10 @@ class BackwardKernel:
             sdQ = smem.allocate_tensor(Float32, cute.make_layout((tiles.q * spec.qk_width // 2, 2)), 128)
         sL = smem.allocate_tensor(Float32, cute.make_layout((tiles.q + STATISTICS_TAIL, tiles.q_stages)), 128)
         sD = smem.allocate_tensor(Float32, cute.make_layout((tiles.q, tiles.do_stages)), 128)
-        return sQ, sdO, sK, sV, sdS, sdQ, sL, sD
+        sP = None
+        if tiles.split is Split.ROLES:
+            sP = smem.allocate_tensor(Int32, cute.make_layout(tiles.q * tiles.kv // 2), 128)
+        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD)
 
     def tile(self, ops: BackwardOperands) -> KeyTile:
         """This block's work; its keys may be none where lengths are ragged."""
@@ -486,79 +328,16 @@ class BackwardKernel:
         b = query_blocks(self.spec, self.tiles, tile.kv_block, tile.q.length, tile.k.length, bounds, cutlass.min, cutlass.max)
         return QueryBlocks(Int32(b.first), Int32(b.left_edge), Int32(b.interior), Int32(b.right_edge))
 
-    def loads(self, ops, sQ, sdO, sK, sV, sL, sD, q_in, do_in, k_in, v_in, thread) -> Loads:
+    def loads(self, ops, buffers, q_in, do_in, k_in, v_in, thread) -> Loads:
         spec, tiles = self.spec, self.tiles
         q_tile, do_tile = (tiles.q, spec.qk_width), (tiles.q, spec.v_width)
         k_tile, v_tile = (tiles.kv, spec.qk_width), (tiles.kv, spec.v_width)
         after_l = tiles.q + STATISTICS_TAIL
         return Loads(
-            StagedRowsLoad(ops.q.atom, ops.q.tma_tensor, sQ, q_in, q_tile, spec.q_layout, ops.statistics, sL, 0, thread),
-            StagedRowsLoad(ops.do.atom, ops.do.tma_tensor, sdO, do_in, do_tile, spec.q_layout, ops.statistics, sD, after_l, thread),
-            StagedLoad(ops.k.atom, ops.k.tma_tensor, sK, k_in, k_tile, spec.k_layout),
-            StagedLoad(ops.v.atom, ops.v.tma_tensor, sV, v_in, v_tile, spec.k_layout),
+            StagedRowsLoad(ops.q.atom, ops.q.tma_tensor, buffers.Q, q_in, q_tile, spec.q_layout, ops.statistics, buffers.L, 0, thread),
+            StagedRowsLoad(
+                ops.do.atom, ops.do.tma_tensor, buffers.dO, do_in, do_tile, spec.q_layout, ops.statistics, buffers.D, after_l, thread
+            ),
+            StagedLoad(ops.k.atom, ops.k.tma_tensor, buffers.K, k_in, k_tile, spec.k_layout),
+            StagedLoad(ops.v.atom, ops.v.tma_tensor, buffers.V, v_in, v_tile, spec.k_layout),
         )
-
-    def consumer(self, ops, tile: KeyTile, buffers, q_out, do_out, thread, me) -> Consumer:
-        spec, tiles = self.spec, self.tiles
-        sQ, sdO, sK, sV, sdS, sdQ, sL, sD = buffers
-        scores = backward_storage.scores_mma(spec, tiles)
-        dk_mma, dv_mma = (backward_storage.gradient_mma(spec, w) for w in (spec.qk_width, spec.v_width))
-        dq_mma = backward_storage.dq_mma(spec, tiles)
-        at = me * roles.WARPGROUP_THREADS  # not the thread: descriptors then live in uniform registers
-        part, dq_part = scores.get_slice(at), dq_mma.get_slice(at)
-
-        def read(sX, mma, width, stages, rows, pipe):
-            transposed = storage.transposed(sX, width, tiles.q, stages)
-            b = mma.get_slice(at).partition_B(transposed)
-            return StagedRowsRead(scores.make_fragment_B(part.partition_B(sX)), mma.make_fragment_B(b), rows, pipe, pipe.clone())
-
-        sKt = storage.transposed(sK, spec.qk_width, tiles.kv, 1)
-        if tiles.dq_transposed:
-            K_dq, dS_dq = dq_mma.make_fragment_A(dq_part.partition_A(sKt)), dq_mma.make_fragment_B(dq_part.partition_B(sdS))
-        else:
-            K_dq, dS_dq = dq_mma.make_fragment_B(dq_part.partition_B(sKt)), dq_mma.make_fragment_A(dq_part.partition_A(sdS))
-        element = storage.ELEMENTS[spec.dtype]
-        ds_copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), element), scores)
-        ds_to = ds_copy.get_slice(thread).partition_D(storage.transposed(sdS, tiles.kv, tiles.q, tiles.ds_stages))
-        lane = thread % 32
-        first_key = tile.kv_block * tiles.kv + thread // 32 * 16 + lane // LANES_PER_ROW
-        first_column = 2 * (lane % LANES_PER_ROW)
-
-        def accumulator(mma, width):
-            return cute.make_rmem_tensor(mma.get_slice(at).partition_shape_C((tiles.kv, width)), Float32)
-
-        return Consumer(
-            K=scores.make_fragment_A(part.partition_A(sK))[None, None, None, 0],
-            V=scores.make_fragment_A(part.partition_A(sV))[None, None, None, 0],
-            K_dq=K_dq[None, None, None, 0],
-            dS_dq=dS_dq,
-            queries=read(sQ, dk_mma, spec.qk_width, tiles.q_stages, sL, q_out),
-            douts=read(sdO, dv_mma, spec.v_width, tiles.do_stages, sD, do_out),
-            dK=accumulator(dk_mma, spec.qk_width),
-            dV=accumulator(dv_mma, spec.v_width),
-            ds_copy=ds_copy,
-            ds_to=ds_to,
-            ds_stage=Int32(0),
-            dq=self.dq_path(ops, sdQ, thread, me),
-            mask=TransposedMask(first_key, first_column, tile.k.length, bounds_of(replace(ops.mask), tile.q.length, tile.k.length), spec),
-            statistics=ops.statistics,
-            record=tile.record + Int32(0),
-            first_column=first_column,
-            scale_log2=ops.scale_log2,
-            tanh_scale=ops.tanh_scale,
-            scores_mma=scores,
-            dk_mma=dk_mma,
-            dv_mma=dv_mma,
-            dq_mma=dq_mma,
-            spec=spec,
-            tiles=tiles,
-        )
-
-    def dq_path(self, ops, sdQ, thread, me):
-        words = self.tiles.q * self.spec.qk_width
-        thread = thread % roles.WARPGROUP_THREADS
-        if self.tiles.dq_path is DqPath.REGISTERS:
-            return RegisterReduction(ops.dq_sum, me, thread, words)
-        fours = words // 2 // (4 * roles.WARPGROUP_THREADS)
-        place = (sdQ[None, me].iterator + 4 * thread).align(16)
-        return HandOver(cute.make_tensor(place, cute.make_layout((4, fours), stride=(1, 4 * roles.WARPGROUP_THREADS))), me)

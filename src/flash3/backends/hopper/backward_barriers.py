@@ -18,12 +18,19 @@ class BackwardBarrierId(enum.IntEnum):
     GRADIENT = 3  # consumer i's threads, around its rows of dK and dV in shared memory
     SLOT_FREE = 5  # consumer i's half of dQ may be overwritten
     SLOT_FULL = 7  # consumer i's half of dQ is complete
+    PROBABILITIES = 9  # Split.ROLES: P is in shared memory
 
 
 @cute.jit
 def sync_consumers(event: BackwardBarrierId):
     """All threads of all consumers."""
     cute.arch.barrier(barrier_id=event, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
+
+
+@cute.jit
+def arrive_consumers(event: BackwardBarrierId):
+    """sync_consumers for who need not wait."""
+    cute.arch.barrier_arrive(barrier_id=event, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
 
 
 @cute.jit

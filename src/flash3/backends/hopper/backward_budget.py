@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from . import roles
-from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath
+from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Split
 from .budget import ALIGNMENT_BYTES, BARRIER_BYTES, SMEM_PER_BLOCK_BYTES
 
-WIDTHS = (32, 64, 96, 128)
-"""Tile widths of head_dim and value_dim."""
-NARROW, WIDE = 64, 128
+WIDTHS = (32, 64, 96, 128, 192, 256)
+"""Tile widths of value_dim, and, but for 96 and 192, of head_dim."""
+NARROW, WIDE, WIDEST = 64, 128, 256
 BESIDE_ACCUMULATORS = 24
 """Registers that a loop needs besides matmul operands and results."""
 
 
 def widths_of(head_dim: int, value_dim: int, softcap: bool = False) -> tuple[int, int]:
-    """Tile widths of Q, K and of V. A narrow pair takes 128 queries at a time; a wide one 64, whose dQᵀ wants 128 columns of K. A softcap
-    wants the registers of 64 queries."""
+    """Tile widths of Q, K and of V. A narrow pair takes 128 queries at a time; a wide one 64, whose dQᵀ wants 128 columns of K; the widest
+    shares a tile by roles, and halves of dQ want 256. A softcap wants the registers of 64 queries."""
     qk, v = (next(w for w in WIDTHS if w >= dim) for dim in (head_dim, value_dim))
+    if max(qk, v) > WIDE:
+        return WIDEST, v
     return (qk, v) if max(qk, v) <= NARROW and not softcap else (WIDE, v)
 
 
 def choose(spec: BackwardSpec) -> BackwardTiles:
     """Tiles for a problem that no tuned table covers."""
-    q = 128 if max(spec.qk_width, spec.v_width) <= NARROW and not spec.softcap else 64
-    return BackwardTiles(q=q)
+    if spec.qk_width == WIDEST:
+        return BackwardTiles(q=64, kv=KEYS_PER_CONSUMER, split=Split.ROLES)
+    return BackwardTiles(q=64 if spec.qk_width == WIDE else 128)
 
 
 def tile_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> dict[str, int]:
@@ -36,6 +39,7 @@ def tile_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> dict[str, int]:
         "V": size * tiles.kv * spec.v_width,
         "dS": size * tiles.q * tiles.kv * tiles.ds_stages,
         "dQ": 4 * tiles.q * spec.qk_width if tiles.dq_path is DqPath.SHARED else 0,
+        "P": spec.dtype.bytes * tiles.q * tiles.kv if tiles.split is Split.ROLES else 0,
         "L": 4 * (tiles.q + STATISTICS_TAIL) * tiles.q_stages,
         "D": 4 * tiles.q * tiles.do_stages,
     }
@@ -45,27 +49,32 @@ def smem_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> int:
     """All shared memory of a block: the tiles, a full and an empty barrier per stage."""
     total = 0
     for name, n in tile_bytes(spec, tiles).items():
-        step = 128 if name in ("dQ", "L", "D") else ALIGNMENT_BYTES
+        step = 128 if name in ("dQ", "P", "L", "D") else ALIGNMENT_BYTES
         total = -(-total // step) * step + n
     barriers = 2 * (tiles.q_stages + tiles.do_stages + 2)
     return total + BARRIER_BYTES * barriers
 
 
 def accumulator_registers(spec: BackwardSpec, tiles: BackwardTiles) -> int:
-    """Registers of a consumer thread that hold matmul operands and results: dK, dV, and the larger of (S, dP, P) and (P, dS, dQ)."""
+    """Registers of a consumer thread that hold matmul operands and results: dK, dV or one of them, and the larger of (S, dP, P) and (P,
+    dS, dQ)."""
     scores, dq = tiles.q // 2, tiles.q * spec.qk_width // (2 * roles.WARPGROUP_THREADS)
+    if tiles.split is Split.ROLES:
+        return max(spec.qk_width, spec.v_width) // 2 + max(2 * scores + scores // 2, scores // 2 + dq)
     return (spec.qk_width + spec.v_width) // 2 + max(2 * scores + scores // 2, scores + dq)
 
 
 def problems(spec: BackwardSpec, tiles: BackwardTiles) -> list[str]:
     """Why these tiles cannot run, one sentence each; empty when they can."""
     found = []
-    if spec.qk_width not in WIDTHS or spec.v_width not in WIDTHS:
-        found.append(f"tile widths must be among {WIDTHS}, got {spec.qk_width} and {spec.v_width}")
-    if tiles.q not in (KEYS_PER_CONSUMER, CONSUMERS * KEYS_PER_CONSUMER):
-        found.append(f"q must be 64 or 128, got {tiles.q}")
-    if tiles.kv != CONSUMERS * KEYS_PER_CONSUMER:
-        found.append(f"kv must be {CONSUMERS * KEYS_PER_CONSUMER}, got {tiles.kv}")
+    if spec.qk_width not in (32, NARROW, WIDE, WIDEST) or spec.v_width not in WIDTHS:
+        found.append(f"tile widths must be among {WIDTHS} (of queries not 96 and 192), got {spec.qk_width} and {spec.v_width}")
+    by_roles = tiles.split is Split.ROLES
+    if tiles.q not in (KEYS_PER_CONSUMER,) if by_roles else tiles.q not in (KEYS_PER_CONSUMER, CONSUMERS * KEYS_PER_CONSUMER):
+        found.append(f"q must be 64, or 128 with keys shared, got {tiles.q}")
+    keys = KEYS_PER_CONSUMER if by_roles else CONSUMERS * KEYS_PER_CONSUMER
+    if tiles.kv != keys:
+        found.append(f"kv must be {keys}, got {tiles.kv}")
     if tiles.dq_transposed and spec.qk_width != WIDE:
         found.append(f"64 queries at a time need width {WIDE} of queries and keys, got {spec.qk_width}")
     if min(tiles.q_stages, tiles.do_stages) < 1 or tiles.ds_stages != 2:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...problem import Problem, Request
 from ...sequences import Packed, SequenceKind
 from ..base import Gradients, Saved
-from . import backward_budget, backward_launch
+from . import backward_launch
 from .backward_tiles import BackwardSpec, BackwardTiles, statistics_words
 from .tiles import SequenceLayout
 
@@ -24,9 +24,6 @@ def unsupported(problem: Problem) -> list[str]:
     """Why the backward cannot run, besides the reasons that hold for the forward too."""
     spec = problem.spec
     found = []
-    widest = max(backward_budget.WIDTHS)
-    if max(spec.head_dim, spec.value_dim) > widest:
-        found.append(f"its backward has head dims to {widest}, got {spec.head_dim} and {spec.value_dim}")
     if spec.out_dtype is not spec.dtype:
         found.append(f"its backward takes outputs of the inputs' dtype, got {spec.out_dtype.value} for {spec.dtype.value}")
     if spec.k_sequences is SequenceKind.PAGED:

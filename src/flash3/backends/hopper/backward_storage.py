@@ -5,7 +5,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles
+from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, Split
 from .storage import ELEMENTS, smem_layout
 
 
@@ -39,20 +39,26 @@ def ds_layout(spec: BackwardSpec, tiles: BackwardTiles):
 def scores_mma(spec: BackwardSpec, tiles: BackwardTiles):
     """Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ: 64 keys of each consumer are the rows."""
     shared = warpgroup.OperandSource.SMEM
-    return _mma(spec, OperandMajorMode.K, OperandMajorMode.K, (CONSUMERS, 1, 1), (KEYS_PER_CONSUMER, tiles.q), shared)
+    return _mma(spec, OperandMajorMode.K, OperandMajorMode.K, _key_rows(tiles), (KEYS_PER_CONSUMER, tiles.q), shared)
 
 
-def gradient_mma(spec: BackwardSpec, width: int):
+def _key_rows(tiles: BackwardTiles) -> tuple[int, int, int]:
+    return (tiles.kv // KEYS_PER_CONSUMER, 1, 1)
+
+
+def gradient_mma(spec: BackwardSpec, tiles: BackwardTiles, width: int):
     """dV += Pᵀ·dO and dK += dSᵀ·Q: Pᵀ and dSᵀ are the registers that Sᵀ came in."""
     registers = warpgroup.OperandSource.RMEM
-    return _mma(spec, OperandMajorMode.K, OperandMajorMode.MN, (CONSUMERS, 1, 1), (KEYS_PER_CONSUMER, width), registers)
+    return _mma(spec, OperandMajorMode.K, OperandMajorMode.MN, _key_rows(tiles), (KEYS_PER_CONSUMER, width), registers)
 
 
 def dq_mma(spec: BackwardSpec, tiles: BackwardTiles):
-    """dQ = dS·K, 64 rows of each consumer; or dQᵀ = Kᵀ·dSᵀ, 64 columns of each."""
+    """dQ = dS·K, 64 rows of each consumer or half the columns; or dQᵀ = Kᵀ·dSᵀ, 64 columns of each."""
     shared, K, MN = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.MN
     if tiles.dq_transposed:
         return _mma(spec, MN, K, (CONSUMERS, 1, 1), (KEYS_PER_CONSUMER, tiles.q), shared)
+    if tiles.split is Split.ROLES:
+        return _mma(spec, K, MN, (1, CONSUMERS, 1), (tiles.q, spec.qk_width // CONSUMERS), shared)
     return _mma(spec, K, MN, (CONSUMERS, 1, 1), (KEYS_PER_CONSUMER, spec.qk_width), shared)
 
 

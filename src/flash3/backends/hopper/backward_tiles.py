@@ -23,6 +23,13 @@ class DqPath(enum.Enum):
     SHARED = "shared"  # through shared memory and a sender warp, by bulk reduction
 
 
+class Split(enum.Enum):
+    """What the two consumers share between them."""
+
+    KEYS = "keys"  # 64 keys each, all five matmuls
+    ROLES = "roles"  # the same 64 keys: one makes P and dV, the other dS and dK, and each half of dQ's columns
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackwardSpec:
     """What the backward computes. Numbers that may change without another kernel (lengths, strides, scale, window widths) are not here."""
@@ -59,6 +66,7 @@ class BackwardTiles:
     do_stages: int = 2
     ds_stages: int = 2
     dq_path: DqPath = DqPath.REGISTERS
+    split: Split = Split.KEYS
 
     @property
     def consumers(self) -> int:
@@ -75,7 +83,7 @@ class BackwardTiles:
     @property
     def dq_transposed(self) -> bool:
         """Whether the consumers share dQ by columns, as dQᵀ = Kᵀ·dSᵀ, and not by rows: 64 queries are rows for one of them only."""
-        return self.q == KEYS_PER_CONSUMER
+        return self.split is Split.KEYS and self.q == KEYS_PER_CONSUMER
 
 
 STATISTICS_TAIL = 4

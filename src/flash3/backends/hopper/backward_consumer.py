@@ -1,0 +1,138 @@
+"""The consumers of the backward that share a tile by keys (Split.KEYS), and the walk over the blocks of queries."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from ...mask import MaskKind
+from . import backward_storage, storage
+from .backward_barriers import BackwardBarrierId, sync_consumers
+from .backward_tiles import BackwardSpec, BackwardTiles
+from .fragments import convert
+from .matmul import issue, wait_matmuls
+from .queryblocks import QueryBlocks
+from .weights import Weights, read_rows, to_score_gradients
+
+
+@dataclass
+class StagedRowsRead:
+    """Consumer end of Q or dO: the stage as operand of both products, and its rows' statistic. Given back later than waited for."""
+
+    operand: cute.Tensor  # B of the scores: rows × columns
+    transposed: cute.Tensor  # B of the gradients: columns × rows
+    rows: cute.Tensor  # (words, stage)
+    waiting: object
+    releasing: object  # the same pipe, one step behind
+
+    @cute.jit
+    def wait(self):
+        return self.waiting.wait_and_advance().index
+
+    @cute.jit
+    def release(self):
+        self.releasing.release()
+        self.releasing.advance()
+
+
+@dataclass
+class Consumer:
+    """64 keys of one warpgroup."""
+
+    K: cute.Tensor  # A of Sᵀ
+    V: cute.Tensor  # A of dPᵀ
+    K_dq: cute.Tensor  # operands of dQ; dS over its stages
+    dS_dq: cute.Tensor
+    queries: StagedRowsRead
+    douts: StagedRowsRead
+    dK: cute.Tensor
+    dV: cute.Tensor
+    ds_copy: cute.TiledCopy
+    ds_to: cute.Tensor  # this thread's part of dS in shared memory, over the stages
+    ds_stage: Int32
+    dq: object  # RegisterReduction or HandOver
+    weights: Weights
+    scores_mma: cute.TiledMma
+    dk_mma: cute.TiledMma
+    dv_mma: cute.TiledMma
+    dq_mma: cute.TiledMma
+    spec: cutlass.Constexpr[BackwardSpec]
+    tiles: cutlass.Constexpr[BackwardTiles]
+
+    @cute.jit
+    def next_head(self, q_blocks: Int32):
+        self.weights.record = self.weights.record + q_blocks
+
+    @cute.jit
+    def block(self, q_block: Int32, masked: cutlass.Constexpr[bool]):
+        spec, tiles = self.spec, self.tiles
+        S, dP = self.new_scores(), self.new_scores()
+        P, dS = self.new_operand(), self.new_operand()
+        dQ = cute.make_rmem_tensor(self.dq_mma.get_slice(0).partition_shape_C(backward_storage.dq_shape(spec, tiles)), Float32)
+        q = self.queries.wait()
+        issue(self.scores_mma, S, self.K, self.queries.operand[None, None, None, q], accumulate=False)  # Sᵀ = K·Qᵀ
+        do = self.douts.wait()
+        issue(self.scores_mma, dP, self.V, self.douts.operand[None, None, None, do], accumulate=False)  # dPᵀ = V·dOᵀ
+        wait_matmuls(1)
+        self.weights.apply(S, P, q, q_block, masked)  # under dPᵀ
+        delta = read_rows(self.douts.rows, do, self.weights.first_column, tiles)
+        wait_matmuls(0)
+        to_score_gradients(dP, S, delta)
+        convert(dP, dS)
+        cute.copy(self.ds_copy, self.ds_copy.retile(dS), self.ds_to[None, None, None, self.ds_stage])
+        cute.arch.fence_view_async_shared()
+        sync_consumers(BackwardBarrierId.SCORE_GRADIENTS)
+        self.issue_dq(dQ)
+        issue(self.dv_mma, self.dV, P, self.douts.transposed[None, None, None, do], accumulate=True)  # dV += Pᵀ·dO
+        issue(self.dk_mma, self.dK, dS, self.queries.transposed[None, None, None, q], accumulate=True)  # dK += dSᵀ·Q
+        wait_matmuls(2)
+        self.dq.add(dQ, self.weights.record + q_block)  # under dV and dK
+        wait_matmuls(0)
+        self.douts.release()
+        self.queries.release()
+        self.ds_stage = self.ds_stage ^ 1
+
+    def new_scores(self):
+        """A tensor that lived across blocks would keep its registers for ever: a matmul's accumulator is also its input."""
+        return cute.make_rmem_tensor(self.scores_mma.get_slice(0).partition_shape_C((self.tiles.kv, self.tiles.q)), Float32)
+
+    def new_operand(self):
+        shape = self.scores_mma.get_slice(0).partition_shape_C((self.tiles.kv, self.tiles.q))
+        return cute.make_rmem_tensor(shape, storage.ELEMENTS[self.spec.dtype])
+
+    @cute.jit
+    def issue_dq(self, dQ: cute.Tensor):
+        dS = self.dS_dq[None, None, None, self.ds_stage]
+        if const_expr(self.tiles.dq_transposed):
+            issue(self.dq_mma, dQ, self.K_dq, dS, accumulate=False)
+        else:
+            issue(self.dq_mma, dQ, dS, self.K_dq, accumulate=False)
+
+
+@cute.jit
+def walk(c, blocks: QueryBlocks):
+    """Every block of queries of one head that sees the tile."""
+    block = blocks.first
+    for i in cutlass.range(blocks.left_edge, unroll=1):
+        c.block(block + i, masked=True)
+    block = block + blocks.left_edge
+    for i in cutlass.range(blocks.interior, unroll=1):
+        c.block(block + i, masked=False)
+    block = block + blocks.interior
+    if const_expr(c.spec.mask_kind is MaskKind.WINDOW or c.spec.mask_kind is MaskKind.CHUNK):
+        for i in cutlass.range(blocks.right_edge, unroll=1):
+            c.block(block + i, masked=True)
+    return c
+
+
+@cute.jit
+def walk_heads(c, blocks: QueryBlocks, q_blocks: Int32):
+    """Every query head of the tile's key head."""
+    if const_expr(c.spec.heads_per_kv == 1):
+        c = walk(c, blocks)
+    else:
+        for _ in cutlass.range(c.spec.heads_per_kv, unroll=1):
+            c = walk(c, blocks)
+            c.next_head(q_blocks)
+    return c

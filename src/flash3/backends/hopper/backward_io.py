@@ -1,0 +1,120 @@
+"""What a block of the backward reads and writes: the producer's loads, and dK and dV on their way out."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warp
+
+from . import storage
+from .backward_barriers import sync_gradient
+from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, Split
+from .bulk import bulk_load
+from .extents import Extent, tile_of
+from .fragments import convert
+from .pipes import StagedLoad
+from .queryblocks import QueryBlocks
+from .roles import WARPGROUP_THREADS
+
+
+@dataclass
+class StagedRowsLoad(StagedLoad):
+    """Producer end of a block of rows with a statistic each: TMA, and a bulk copy beside it."""
+
+    statistics: cute.Tensor  # (heads · q_blocks, words)
+    box: cute.Tensor  # (words, stage) in shared memory
+    word: cutlass.Constexpr[int]  # where this statistic begins in a record
+    lane: Int32
+
+    @cute.jit
+    def load_with_rows(self, block: Int32, head: Int32, extent: Extent, record: Int32):
+        slot = self.producer.acquire_and_advance()
+        rows = tile_of(self.tensor, self.tile, block, 0, head, extent, self.layout)
+        target, source = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(self.buffer, 0, 2), cute.group_modes(rows, 0, 2)
+        )
+        cute.copy(self.atom, source, target[None, slot.index], tma_bar_ptr=slot.barrier)
+        if self.lane == 0:
+            words = cute.size(self.box, mode=[0])
+            start = self.statistics.iterator + (Int64(record) * self.statistics.shape[1] + self.word)
+            bulk_load(self.box[None, slot.index].iterator, start, slot.barrier, 4 * words)
+
+
+@dataclass
+class Loads:
+    q: StagedRowsLoad
+    do: StagedRowsLoad
+    k: StagedLoad
+    v: StagedLoad
+
+
+@dataclass
+class KeyTile:
+    """What a block works on."""
+
+    kv_block: Int32
+    kv_head: Int32
+    q: Extent
+    k: Extent
+    record: Int32  # of the first query head's block 0
+    q_blocks: Int32  # records from a head to the next
+
+
+@cute.jit
+def produce(load: Loads, tile: KeyTile, blocks: QueryBlocks, heads: cutlass.Constexpr[int]):
+    """Loads of one work tile, in the order in which they are read."""
+    count = blocks.count()
+    head, block, record = tile.kv_head * heads, blocks.first, tile.record
+    load.k.load(tile.kv_block, tile.kv_head, tile.k)
+    load.v.load(tile.kv_block, tile.kv_head, tile.k)
+    for _ in cutlass.range(heads, unroll=1):
+        for i in cutlass.range(count, unroll=1):
+            load.q.load_with_rows(block + i, head, tile.q, record + block + i)
+            load.do.load_with_rows(block + i, head, tile.q, record + block + i)
+        head = head + 1
+        record = record + tile.q_blocks
+    return load
+
+
+@dataclass
+class GradientStore:
+    """dK or dV: registers → 64 rows of K's or V's place in shared memory → global, by TMA. For one consumer."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor  # extents.rows_view
+    rows: cute.Tensor  # these 64 rows in shared memory
+    copy: cute.TiledCopy
+    to_smem: cute.Tensor
+    consumer: Int32
+    part: Int32  # which 64 rows of the tile
+    first_warp: Boolean
+    width: cutlass.Constexpr[int]
+    spec: cutlass.Constexpr[BackwardSpec]
+    tiles: cutlass.Constexpr[BackwardTiles]
+
+    @staticmethod
+    def create(tma, sX, mma, thread, consumer, width, spec: BackwardSpec, tiles: BackwardTiles):
+        """thread: number among the consumers' threads."""
+        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), storage.ELEMENTS[spec.dtype]), mma)
+        part = consumer if tiles.split is Split.KEYS else Int32(0)
+        rows = cute.local_tile(sX, (KEYS_PER_CONSUMER, width), (part, 0, None))
+        within = thread if tiles.split is Split.KEYS else thread % WARPGROUP_THREADS
+        to_smem, first_warp = copy.get_slice(within).partition_D(sX), Boolean(thread // 32 % 4 == 0)
+        return GradientStore(tma.atom, tma.tma_tensor, rows, copy, to_smem, consumer, part, first_warp, width, spec, tiles)
+
+    @cute.jit
+    def write(self, acc: cute.Tensor, tile: KeyTile):
+        out = cute.make_rmem_tensor_like(acc, storage.ELEMENTS[self.spec.dtype])
+        convert(acc, out)
+        cute.copy(self.copy, self.copy.retile(out), self.to_smem[None, None, None, 0])
+        cute.arch.fence_view_async_shared()
+        sync_gradient(self.consumer)
+        if self.first_warp:
+            block = tile.kv_block * (self.tiles.kv // KEYS_PER_CONSUMER) + self.part
+            rows = tile_of(self.tensor, (KEYS_PER_CONSUMER, self.width), block, 0, tile.kv_head, tile.k, self.spec.k_layout)
+            source, target = cpasync.tma_partition(
+                self.atom, 0, cute.make_layout(1), cute.group_modes(self.rows, 0, 2), cute.group_modes(rows, 0, 2)
+            )
+            cute.copy(self.atom, source[None, 0], target)
+            cute.arch.cp_async_bulk_commit_group()
