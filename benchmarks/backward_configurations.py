@@ -58,6 +58,16 @@ def _features() -> None:
     _add("backward_128_causal_lse", _spec(128, CAUSAL, lse_gradient=True))
 
 
+def _deterministic() -> None:
+    for mask in (FULL, CAUSAL):
+        for width in (64, 128, 256):
+            _add(f"backward_{width}_{mask.value}_deterministic", _spec(width, mask, deterministic=True))
+    _add("backward_64_window_deterministic", _spec(64, WINDOW, deterministic=True, heads_per_kv=2))
+    _add("backward_128_chunk_deterministic", _spec(128, CHUNK, deterministic=True))
+    _add("backward_128_full_deterministic_gqa", _spec(128, FULL, deterministic=True, heads_per_kv=3))
+    _add("backward_128_causal_deterministic_packed", _spec(128, CAUSAL, deterministic=True, q_layout=PACKED, k_layout=PACKED))
+
+
 def _ragged() -> None:
     for width in (64, 128, 256):
         _add(f"backward_{width}_causal_packed", _spec(width, CAUSAL, q_layout=PACKED, k_layout=PACKED))
@@ -69,4 +79,5 @@ def _ragged() -> None:
 
 _dense()
 _features()
+_deterministic()
 _ragged()

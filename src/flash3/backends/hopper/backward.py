@@ -38,11 +38,13 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from . import backward_storage, blocklist, budget, roles, storage
+from ...sequences import SequenceKind
+from . import backward_order, backward_storage, blocklist, budget, roles, storage
 from .backward_barriers import BackwardBarrierId, sync_consumers
 from .backward_consumer import Consumer, StagedRowsRead, walk_heads
 from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, produce
 from .backward_operands import BackwardOperands
+from .backward_order import Turns
 from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_tiles import STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Split
 from .dq import HandOver, RegisterReduction, Sender, send_all
@@ -206,6 +208,11 @@ def scale_all(acc: cute.Tensor, factor: Float32):
         acc[i] = acc[i] * factor
 
 
+def launched_by_groups(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
+    """Whether the grid is one row of blocks in backward_order's order: it needs to know how many tiles a sequence has."""
+    return tiles.dq_path is DqPath.ORDERED and spec.k_layout.kind is SequenceKind.DENSE
+
+
 class BackwardKernel:
     """The kernel of one (BackwardSpec, BackwardTiles)."""
 
@@ -214,6 +221,8 @@ class BackwardKernel:
 
     @cute.jit
     def launch(self, ops: BackwardOperands, tiles: Int32, kv_heads: Int32, stream):
+        if const_expr(launched_by_groups(self.spec, self.tiles)):
+            tiles, kv_heads = tiles * kv_heads, 1
         # Without min_blocks_per_mp ptxas ignores setmaxnreg.
         self.kernel(ops).launch(grid=[tiles, kv_heads, 1], block=[self.tiles.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
@@ -240,13 +249,13 @@ class BackwardKernel:
             if exists:
                 if warp_number == 0:
                     load = self.loads(ops, buffers, q_in, do_in, k_in, v_in, thread)
-                    load = produce(load, tile, blocks, spec.heads_per_kv)
+                    load = produce(load, tile, blocks, spec, tiles)
                     load.q.producer.tail()
                     load.do.producer.tail()
-                if const_expr(tiles.dq_path is DqPath.SHARED):
+                if const_expr(tiles.has_sender):
                     if warp_number == 1:
-                        sender = Sender(ops.dq_sum, buffers.dQ, thread % 32, spec, tiles)
-                        send_all(sender, tile.record, blocks.first, blocks.count(), Int32(spec.heads_per_kv), tile.q_blocks)
+                        sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, thread % 32, self.turns(ops, tile), spec, tiles)
+                        send_all(sender, tile.record, blocks, Int32(spec.heads_per_kv), tile.q_blocks)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             if exists:
@@ -303,7 +312,7 @@ class BackwardKernel:
         sK, sV = buffer(backward_storage.k_layout(spec, tiles)), buffer(backward_storage.v_layout(spec, tiles))
         sdS = buffer(backward_storage.ds_layout(spec, tiles))
         sdQ = None
-        if tiles.dq_path is DqPath.SHARED:
+        if tiles.has_sender:
             sdQ = smem.allocate_tensor(Float32, cute.make_layout((tiles.q * spec.qk_width // 2, 2)), 128)
         sL = smem.allocate_tensor(Float32, cute.make_layout((tiles.q + STATISTICS_TAIL, tiles.q_stages)), 128)
         sD = smem.allocate_tensor(Float32, cute.make_layout((tiles.q, tiles.do_stages)), 128)
@@ -312,21 +321,43 @@ class BackwardKernel:
             sP = smem.allocate_tensor(Int32, cute.make_layout(tiles.q * tiles.kv // 2), 128)
         return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD)
 
+    def place(self, ops: BackwardOperands):
+        """(number among the key tiles of the batch, key head) of this block."""
+        index, kv_head, _ = cute.arch.block_idx()
+        if const_expr(not launched_by_groups(self.spec, self.tiles)):
+            return index, kv_head
+        z = ops.sizes
+        num_tiles = (z.k_rows + self.tiles.kv - 1) // self.tiles.kv
+        kv_block, column = backward_order.place(index, num_tiles, z.kv_heads * z.batch, cutlass.min)
+        batch = column // z.kv_heads
+        return batch * num_tiles + kv_block, column - batch * z.kv_heads
+
     def tile(self, ops: BackwardOperands) -> KeyTile:
         """This block's work; its keys may be none where lengths are ragged."""
         spec, tiles, z = self.spec, self.tiles, ops.sizes
-        index, kv_head, _ = cute.arch.block_idx()
+        index, kv_head = self.place(ops)
         batch = blocklist.sequence_of(index, ops.k_arrays, z.batch, z.k_rows, spec.k_layout, tiles.kv)
         q = extent_of(ops.q_arrays, spec.q_layout, batch, z.q_rows)
         k = extent_of(ops.k_arrays, spec.k_layout, batch, z.k_rows)
         kv_block = index - blocklist.first_block(spec.k_layout, ops.k_arrays, batch, z.k_rows, tiles.kv)
         first = blocklist.first_block(spec.q_layout, ops.q_arrays, batch, z.q_rows, tiles.q)
-        return KeyTile(kv_block, kv_head, q, k, kv_head * spec.heads_per_kv * z.q_blocks + first, z.q_blocks)
+        return KeyTile(kv_block, kv_head, batch, q, k, kv_head * spec.heads_per_kv * z.q_blocks + first, z.q_blocks)
+
+    def turns(self, ops: BackwardOperands, tile: KeyTile) -> Turns:
+        kv_blocks, q_blocks = (n // size for n, size in self.padded_lengths(tile))
+        return Turns(tile.kv_block, kv_blocks, q_blocks, tile.k.length, bounds_of(ops.mask, tile.q.length, tile.k.length))
+
+    def padded_lengths(self, tile: KeyTile):
+        kv, q = self.tiles.kv, self.tiles.q
+        return (tile.k.length + kv - 1, kv), (tile.q.length + q - 1, q)
 
     def blocks(self, ops: BackwardOperands, tile: KeyTile) -> QueryBlocks:
         bounds = bounds_of(ops.mask, tile.q.length, tile.k.length)
-        b = query_blocks(self.spec, self.tiles, tile.kv_block, tile.q.length, tile.k.length, bounds, cutlass.min, cutlass.max)
-        return QueryBlocks(Int32(b.first), Int32(b.left_edge), Int32(b.interior), Int32(b.right_edge))
+        shift = Int32(0)
+        if self.tiles.dq_path is DqPath.ORDERED:
+            shift = self.turns(ops, tile).shift(self.spec.mask_kind, cutlass.min)
+        b = query_blocks(self.spec, self.tiles, tile.kv_block, tile.q.length, tile.k.length, bounds, cutlass.min, cutlass.max, shift)
+        return QueryBlocks(Int32(b.first), Int32(b.left_edge), Int32(b.interior), Int32(b.right_edge), Int32(b.shift))
 
     def loads(self, ops, buffers, q_in, do_in, k_in, v_in, thread) -> Loads:
         spec, tiles = self.spec, self.tiles

@@ -24,9 +24,11 @@ def widths_of(head_dim: int, value_dim: int, softcap: bool = False) -> tuple[int
 
 def choose(spec: BackwardSpec) -> BackwardTiles:
     """Tiles for a problem that no tuned table covers."""
+    path = DqPath.ORDERED if spec.deterministic else DqPath.REGISTERS
     if spec.qk_width == WIDEST:
-        return BackwardTiles(q=64, kv=KEYS_PER_CONSUMER, split=Split.ROLES)
-    return BackwardTiles(q=64 if spec.qk_width == WIDE else 128)
+        stages = 1 if spec.deterministic else 2  # the float32 dQ takes 64 KB
+        return BackwardTiles(q=64, kv=KEYS_PER_CONSUMER, split=Split.ROLES, dq_path=path, q_stages=stages, do_stages=stages)
+    return BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path)
 
 
 def tile_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> dict[str, int]:
@@ -38,7 +40,7 @@ def tile_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> dict[str, int]:
         "K": size * tiles.kv * spec.qk_width,
         "V": size * tiles.kv * spec.v_width,
         "dS": size * tiles.q * tiles.kv * tiles.ds_stages,
-        "dQ": 4 * tiles.q * spec.qk_width if tiles.dq_path is DqPath.SHARED else 0,
+        "dQ": 4 * tiles.q * spec.qk_width if tiles.has_sender else 0,
         "P": spec.dtype.bytes * tiles.q * tiles.kv if tiles.split is Split.ROLES else 0,
         "L": 4 * (tiles.q + STATISTICS_TAIL) * tiles.q_stages,
         "D": 4 * tiles.q * tiles.do_stages,
@@ -79,6 +81,8 @@ def problems(spec: BackwardSpec, tiles: BackwardTiles) -> list[str]:
         found.append(f"64 queries at a time need width {WIDE} of queries and keys, got {spec.qk_width}")
     if min(tiles.q_stages, tiles.do_stages) < 1 or tiles.ds_stages != 2:
         found.append(f"rings need a stage, and that of dS two, got {tiles.q_stages}, {tiles.do_stages} and {tiles.ds_stages}")
+    if spec.deterministic and tiles.dq_path is not DqPath.ORDERED:
+        found.append(f"a deterministic backward needs the ordered path of dQ, got {tiles.dq_path.value}")
     if found:
         return found
     need = accumulator_registers(spec, tiles) + BESIDE_ACCUMULATORS

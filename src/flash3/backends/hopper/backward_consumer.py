@@ -12,7 +12,7 @@ from .backward_barriers import BackwardBarrierId, sync_consumers
 from .backward_tiles import BackwardSpec, BackwardTiles
 from .fragments import convert
 from .matmul import issue, wait_matmuls
-from .queryblocks import QueryBlocks
+from .queryblocks import QueryBlocks, block_at
 from .weights import Weights, read_rows, to_score_gradients
 
 
@@ -113,16 +113,13 @@ class Consumer:
 @cute.jit
 def walk(c, blocks: QueryBlocks):
     """Every block of queries of one head that sees the tile."""
-    block = blocks.first
     for i in cutlass.range(blocks.left_edge, unroll=1):
-        c.block(block + i, masked=True)
-    block = block + blocks.left_edge
+        c.block(block_at(blocks, i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=True)
     for i in cutlass.range(blocks.interior, unroll=1):
-        c.block(block + i, masked=False)
-    block = block + blocks.interior
+        c.block(block_at(blocks, blocks.left_edge + i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=False)
     if const_expr(c.spec.mask_kind is MaskKind.WINDOW or c.spec.mask_kind is MaskKind.CHUNK):
         for i in cutlass.range(blocks.right_edge, unroll=1):
-            c.block(block + i, masked=True)
+            c.block(block_at(blocks, blocks.left_edge + blocks.interior + i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=True)
     return c
 
 

@@ -14,7 +14,7 @@ from .bulk import bulk_load
 from .extents import Extent, tile_of
 from .fragments import convert
 from .pipes import StagedLoad
-from .queryblocks import QueryBlocks
+from .queryblocks import QueryBlocks, block_at
 from .roles import WARPGROUP_THREADS
 
 
@@ -55,6 +55,7 @@ class KeyTile:
 
     kv_block: Int32
     kv_head: Int32
+    batch: Int32
     q: Extent
     k: Extent
     record: Int32  # of the first query head's block 0
@@ -62,16 +63,19 @@ class KeyTile:
 
 
 @cute.jit
-def produce(load: Loads, tile: KeyTile, blocks: QueryBlocks, heads: cutlass.Constexpr[int]):
+def produce(
+    load: Loads, tile: KeyTile, blocks: QueryBlocks, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles]
+):
     """Loads of one work tile, in the order in which they are read."""
     count = blocks.count()
-    head, block, record = tile.kv_head * heads, blocks.first, tile.record
+    head, record = tile.kv_head * spec.heads_per_kv, tile.record
     load.k.load(tile.kv_block, tile.kv_head, tile.k)
     load.v.load(tile.kv_block, tile.kv_head, tile.k)
-    for _ in cutlass.range(heads, unroll=1):
+    for _ in cutlass.range(spec.heads_per_kv, unroll=1):
         for i in cutlass.range(count, unroll=1):
-            load.q.load_with_rows(block + i, head, tile.q, record + block + i)
-            load.do.load_with_rows(block + i, head, tile.q, record + block + i)
+            block = block_at(blocks, i, spec, tiles, cutlass.min, cutlass.max)
+            load.q.load_with_rows(block, head, tile.q, record + block)
+            load.do.load_with_rows(block, head, tile.q, record + block)
         head = head + 1
         record = record + tile.q_blocks
     return load

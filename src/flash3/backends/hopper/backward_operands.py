@@ -32,6 +32,7 @@ class BackwardSizes:
     q_rows: Int32
     k_rows: Int32
     batch: Int32
+    kv_heads: Int32
     q_blocks: Int32  # blocks of queries in the batch (blocklist), for each head
 
 

@@ -28,8 +28,6 @@ def unsupported(problem: Problem) -> list[str]:
         found.append(f"its backward takes outputs of the inputs' dtype, got {spec.out_dtype.value} for {spec.dtype.value}")
     if spec.k_sequences is SequenceKind.PAGED:
         found.append("its backward has no paged keys")
-    if spec.deterministic:
-        found.append("its backward is not deterministic yet")
     return found
 
 

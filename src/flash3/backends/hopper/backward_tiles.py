@@ -21,6 +21,7 @@ class DqPath(enum.Enum):
 
     REGISTERS = "registers"  # 16-byte reductions right out of the accumulator
     SHARED = "shared"  # through shared memory and a sender warp, by bulk reduction
+    ORDERED = "ordered"  # so, and the sender waits for its turn (backward_order): the same bits every time
 
 
 class Split(enum.Enum):
@@ -81,13 +82,20 @@ class BackwardTiles:
         return 128 * (1 + self.consumers)
 
     @property
+    def has_sender(self) -> bool:
+        return self.dq_path is not DqPath.REGISTERS
+
+    @property
     def dq_transposed(self) -> bool:
         """Whether the consumers share dQ by columns, as dQᵀ = Kᵀ·dSᵀ, and not by rows: 64 queries are rows for one of them only."""
         return self.split is Split.KEYS and self.q == KEYS_PER_CONSUMER
 
 
 STATISTICS_TAIL = 4
-"""float32 words behind the L of a block's rows: whether some of them have a second part, and the block's share of the sink's gradient."""
+"""32-bit words behind the L of a block's rows: whether some of them have a second part, the block's share of the sink's gradient, how many
+key tiles have added to the block's dQ (DqPath.ORDERED), and one that is not used."""
+TURN_WORD = 2
+"""Which of them counts the key tiles."""
 
 
 def statistics_words(tiles: BackwardTiles) -> int:

@@ -30,3 +30,15 @@ def reduce_add(target: cute.Pointer, values: cute.Tensor):
         "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[target.toint(), values[0], values[1], values[2], values[3]],
     )
+
+
+@cute.jit
+def load_acquire(source: cute.Pointer):
+    """An int32 in global memory that other blocks change."""
+    return cute.arch.inline_ptx("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[source.toint()])
+
+
+@cute.jit
+def add_release(target: cute.Pointer, value: Int32):
+    """Global int32 += value, after everything that this thread did before."""
+    cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[target.toint(), value])

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from .backward_barriers import BackwardBarrierId
-from .backward_tiles import BackwardSpec, BackwardTiles
-from .bulk import bulk_reduce_add, reduce_add
+from .backward_order import Turns
+from .backward_tiles import TURN_WORD, BackwardSpec, BackwardTiles, DqPath, statistics_words
+from .bulk import add_release, bulk_reduce_add, load_acquire, reduce_add
+from .queryblocks import QueryBlocks, block_at
 from .roles import WARPGROUP_THREADS
 
 HANDOVER_THREADS = WARPGROUP_THREADS + 32
@@ -67,29 +69,61 @@ class Sender:
     """The warp that adds what the consumers hand over, by bulk reduction."""
 
     sum: cute.Tensor
+    statistics: cute.Tensor
     slots: cute.Tensor  # (half, consumer) in shared memory
     lane: Int32
+    turns: Turns
     spec: cutlass.Constexpr[BackwardSpec]
     tiles: cutlass.Constexpr[BackwardTiles]
 
     @cute.jit
-    def send(self, record: Int32):
-        words = self.tiles.q * self.spec.qk_width
+    def free(self):
         for w in cutlass.range_constexpr(self.tiles.consumers):
-            cute.arch.cp_async_bulk_wait_group(self.tiles.consumers - 1 - w, read=True)
             cute.arch.barrier_arrive(barrier_id=BackwardBarrierId.SLOT_FREE + w, number_of_threads=HANDOVER_THREADS)
+
+    @cute.jit
+    def send(self, record: Int32, q_block: Int32):
+        words, spec, tiles = self.tiles.q * self.spec.qk_width, self.spec, self.tiles
+        if const_expr(tiles.dq_path is DqPath.ORDERED):
+            rank = self.turns.rank(q_block, tiles.q, tiles.kv, spec.mask_kind, cutlass.min, cutlass.max)
+            wait_for(self.counter(record), Int32(rank))
         for w in cutlass.range_constexpr(self.tiles.consumers):
             cute.arch.barrier(barrier_id=BackwardBarrierId.SLOT_FULL + w, number_of_threads=HANDOVER_THREADS)
             if self.lane == 0:
                 bulk_reduce_add(half_of(self.sum, record, w, words), self.slots[None, w].iterator, 2 * words)
-            cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def pass_turn(self, record: Int32):
+        if const_expr(self.tiles.dq_path is DqPath.ORDERED):
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            if self.lane == 0:
+                add_release(self.counter(record), Int32(1))
+
+    def counter(self, record: Int32):
+        return self.statistics.iterator + (Int64(record) * statistics_words(self.tiles) + (self.tiles.q + TURN_WORD))
 
 
 @cute.jit
-def send_all(sender: Sender, record: Int32, first: Int32, count: Int32, heads: Int32, q_blocks: Int32):
+def wait_for(counter: cute.Pointer, value: Int32):
+    """Until a number in global memory is `value`."""
+    seen = load_acquire(counter)
+    while seen != value:
+        seen = load_acquire(counter)
+
+
+@cute.jit
+def send_all(sender: Sender, record: Int32, blocks: QueryBlocks, heads: Int32, q_blocks: Int32):
     """Every block of every query head of a tile; record: of the first head's block 0."""
+    count = blocks.count()
+    if count > 0:
+        sender.free()
     for head in cutlass.range(heads, unroll=1):
         for i in cutlass.range(count, unroll=1):
-            sender.send(record + head * q_blocks + first + i)
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
+            q_block = block_at(blocks, i, sender.spec, sender.tiles, cutlass.min, cutlass.max)
+            sender.send(record + head * q_blocks + q_block, q_block)
+            if head * count + i + 1 < heads * count:
+                sender.free()
+            sender.pass_turn(record + head * q_blocks + q_block)
     return sender
