@@ -41,6 +41,9 @@ def int32(*shape: int) -> TensorInfo:
     return info(*shape, dtype=DType.INT32)
 
 
+PAGES = info(9, 16, 2, 128)
+
+
 @pytest.mark.parametrize(
     "r",
     [
@@ -48,6 +51,8 @@ def int32(*shape: int) -> TensorInfo:
         request(DType.FP16, mask=Mask(causal=True, left=100), softcap=3.0, scale=-1.0),
         request(d=8, dv=256, out_dtype=DType.FP32),
         request(sink=info(8, dtype=DType.FP32)),
+        request(task=Task.BACKWARD, d=96, dv=40, deterministic=True),
+        request(DType.FP16, task=Task.BACKWARD, d=192, softcap=1.0),
         request(q=info(700, 8, 128), q_sequences=Packed(cu_seqlens=int32(3)), k_sequences=Padded(lengths=int32(2), leftpad=int32(2))),
     ],
 )
@@ -63,7 +68,16 @@ def test_supported(r: Request) -> None:
         (request(device=Device("cuda", 0, (8, 0), 108, "NVIDIA A100")), "A100"),
         (request(DType.FP32), "float32"),
         (request(DType.E4M3), "float8_e4m3fn"),
-        (request(task=Task.BACKWARD), "backward"),
+        (request(task=Task.BACKWARD, out_dtype=DType.FP32), "inputs' dtype"),
+        (
+            request(
+                task=Task.BACKWARD,
+                k=info(9, 16, 2, 128),
+                v=info(9, 16, 2, 128),
+                k_sequences=Paged(page_table=int32(2, 4), lengths=int32(2)),
+            ),
+            "paged",
+        ),
         (request(qv=info(2, 300, 8, 128)), "qv"),
     ],
 )

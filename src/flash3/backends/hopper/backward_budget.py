@@ -9,7 +9,7 @@ from .budget import ALIGNMENT_BYTES, BARRIER_BYTES, SMEM_PER_BLOCK_BYTES
 WIDTHS = (32, 64, 96, 128, 192, 256)
 """Tile widths of value_dim, and, but for 96 and 192, of head_dim."""
 NARROW, WIDE, WIDEST = 64, 128, 256
-BESIDE_ACCUMULATORS = 24
+BESIDE_ACCUMULATORS = 12
 """Registers that a loop needs besides matmul operands and results."""
 
 
