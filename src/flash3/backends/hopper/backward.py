@@ -34,14 +34,14 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
 from . import backward_order, backward_storage, blocklist, budget, roles, storage
 from .backward_barriers import BackwardBarrierId, sync_consumers
-from .backward_consumer import Consumer, StagedRowsRead, walk_heads
+from .backward_consumer import Consumer, StagedRowsRead, walk_tile
 from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, produce
 from .backward_operands import BackwardOperands
 from .backward_order import Turns
@@ -53,7 +53,7 @@ from .fragments import LANES_PER_ROW
 from .masking import bounds_of
 from .pipes import StagedLoad, tma_pipe
 from .queryblocks import QueryBlocks, query_blocks
-from .weights import TransposedMask, Weights
+from .weights import TransposedMask, Weights, some_are_coarse
 
 
 @dataclass
@@ -260,42 +260,44 @@ class BackwardKernel:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             if exists:
                 me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
+                first_record, count = tile.record + blocks.first, blocks.count()
+                coarse = some_are_coarse(ops.statistics, first_record, count, spec.heads_per_kv, tile.q_blocks, tiles)
                 k_out.wait_and_advance()
                 v_out.wait_and_advance()
                 parts = Parts(self, ops, tile, buffers, q_out, do_out, thread - roles.WARPGROUP_THREADS, me)
                 if const_expr(tiles.split is Split.KEYS):
-                    self.by_keys(parts, blocks)
+                    self.by_keys(parts, blocks, coarse)
                 else:
                     if me == 0:
-                        self.scores_role(parts, blocks)
+                        self.scores_role(parts, blocks, coarse)
                     else:
-                        self.gradients_role(parts, blocks)
+                        self.gradients_role(parts, blocks, coarse)
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def by_keys(self, parts, blocks: QueryBlocks):
+    def by_keys(self, parts, blocks: QueryBlocks, coarse: Boolean):
         c = parts.consumer()
         c.dK.fill(0.0)
         c.dV.fill(0.0)
-        c = walk_heads(c, blocks, parts.tile.q_blocks)
+        c = walk_tile(c, blocks, parts.tile.q_blocks, coarse)
         parts.dv_store().write(c.dV, parts.tile)  # these rows of V were read by this consumer alone
         sync_consumers(BackwardBarrierId.KEYS_READ)
         scale_all(c.dK, parts.ops.scale)
         parts.dk_store().write(c.dK, parts.tile)
 
     @cute.jit
-    def scores_role(self, parts, blocks: QueryBlocks):
+    def scores_role(self, parts, blocks: QueryBlocks, coarse: Boolean):
         c = parts.score_consumer()
         c.total.fill(0.0)
-        c = walk_heads(c, blocks, parts.tile.q_blocks)
+        c = walk_tile(c, blocks, parts.tile.q_blocks, coarse)
         sync_consumers(BackwardBarrierId.KEYS_READ)
         parts.dv_store().write(c.total, parts.tile)
 
     @cute.jit
-    def gradients_role(self, parts, blocks: QueryBlocks):
+    def gradients_role(self, parts, blocks: QueryBlocks, coarse: Boolean):
         c = parts.gradient_consumer()
         c.total.fill(0.0)
-        c = walk_heads(c, blocks, parts.tile.q_blocks)
+        c = walk_tile(c, blocks, parts.tile.q_blocks, coarse)
         sync_consumers(BackwardBarrierId.KEYS_READ)
         scale_all(c.total, parts.ops.scale)
         parts.dk_store().write(c.total, parts.tile)

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from ...mask import MaskKind
-from . import backward_storage, storage
+from . import backward_storage
 from .backward_barriers import BackwardBarrierId, sync_consumers
 from .backward_tiles import BackwardSpec, BackwardTiles
 from .fragments import convert
@@ -34,6 +34,12 @@ class StagedRowsRead:
     def release(self):
         self.releasing.release()
         self.releasing.advance()
+
+
+def register_operand(mma: cute.TiledMma, tiles: BackwardTiles):
+    """Pᵀ or dSᵀ as A of dV or dK: the registers of Sᵀ, in their order, once converted."""
+    part = mma.get_slice(0)
+    return part.make_fragment_A(part.partition_shape_A((tiles.kv, tiles.q)))
 
 
 @dataclass
@@ -65,17 +71,22 @@ class Consumer:
         self.weights.record = self.weights.record + q_blocks
 
     @cute.jit
-    def block(self, q_block: Int32, masked: cutlass.Constexpr[bool]):
+    def block(self, q_block: Int32, masked: cutlass.Constexpr[bool], coarse: cutlass.Constexpr[bool]):
         spec, tiles = self.spec, self.tiles
         S, dP = self.new_scores(), self.new_scores()
-        P, dS = self.new_operand(), self.new_operand()
+        P, dS = self.new_operand(self.dv_mma), self.new_operand(self.dk_mma)
         dQ = cute.make_rmem_tensor(self.dq_mma.get_slice(0).partition_shape_C(backward_storage.dq_shape(spec, tiles)), Float32)
         q = self.queries.wait()
         issue(self.scores_mma, S, self.K, self.queries.operand[None, None, None, q], accumulate=False)  # Sᵀ = K·Qᵀ
         do = self.douts.wait()
-        issue(self.scores_mma, dP, self.V, self.douts.operand[None, None, None, do], accumulate=False)  # dPᵀ = V·dOᵀ
-        wait_matmuls(1)
-        self.weights.apply(S, P, q, q_block, masked)  # under dPᵀ
+        if const_expr(not coarse):
+            issue(self.scores_mma, dP, self.V, self.douts.operand[None, None, None, do], accumulate=False)  # dPᵀ = V·dOᵀ
+            wait_matmuls(1)
+        else:  # dP later: its registers are needed
+            wait_matmuls(0)
+        self.weights.apply(S, P, q, q_block, masked, coarse)  # under dPᵀ
+        if const_expr(coarse):
+            issue(self.scores_mma, dP, self.V, self.douts.operand[None, None, None, do], accumulate=False)
         delta = read_rows(self.douts.rows, do, self.weights.first_column, tiles)
         wait_matmuls(0)
         to_score_gradients(dP, S, delta)
@@ -97,9 +108,8 @@ class Consumer:
         """A tensor that lived across blocks would keep its registers for ever: a matmul's accumulator is also its input."""
         return cute.make_rmem_tensor(self.scores_mma.get_slice(0).partition_shape_C((self.tiles.kv, self.tiles.q)), Float32)
 
-    def new_operand(self):
-        shape = self.scores_mma.get_slice(0).partition_shape_C((self.tiles.kv, self.tiles.q))
-        return cute.make_rmem_tensor(shape, storage.ELEMENTS[self.spec.dtype])
+    def new_operand(self, mma: cute.TiledMma):
+        return register_operand(mma, self.tiles)
 
     @cute.jit
     def issue_dq(self, dQ: cute.Tensor):
@@ -111,25 +121,40 @@ class Consumer:
 
 
 @cute.jit
-def walk(c, blocks: QueryBlocks):
-    """Every block of queries of one head that sees the tile."""
-    for i in cutlass.range(blocks.left_edge, unroll=1):
-        c.block(block_at(blocks, i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=True)
-    for i in cutlass.range(blocks.interior, unroll=1):
-        c.block(block_at(blocks, blocks.left_edge + i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=False)
-    if const_expr(c.spec.mask_kind is MaskKind.WINDOW or c.spec.mask_kind is MaskKind.CHUNK):
-        for i in cutlass.range(blocks.right_edge, unroll=1):
-            c.block(block_at(blocks, blocks.left_edge + blocks.interior + i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=True)
+def walk(c, blocks: QueryBlocks, coarse: cutlass.Constexpr[bool]):
+    """Every block of queries of one head that sees the tile. Where some L has a second part, which is rare, all go the same slower way."""
+    if const_expr(coarse):
+        for i in cutlass.range(blocks.count(), unroll=1):
+            c.block(block_at(blocks, i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=True, coarse=True)
+    else:
+        for i in cutlass.range(blocks.left_edge, unroll=1):
+            c.block(block_at(blocks, i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=True, coarse=False)
+        done = blocks.left_edge
+        for i in cutlass.range(blocks.interior, unroll=1):
+            c.block(block_at(blocks, done + i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=False, coarse=False)
+        done = done + blocks.interior
+        if const_expr(c.spec.mask_kind is MaskKind.WINDOW or c.spec.mask_kind is MaskKind.CHUNK):
+            for i in cutlass.range(blocks.right_edge, unroll=1):
+                c.block(block_at(blocks, done + i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=True, coarse=False)
     return c
 
 
 @cute.jit
-def walk_heads(c, blocks: QueryBlocks, q_blocks: Int32):
+def walk_heads(c, blocks: QueryBlocks, q_blocks: Int32, coarse: cutlass.Constexpr[bool]):
     """Every query head of the tile's key head."""
     if const_expr(c.spec.heads_per_kv == 1):
-        c = walk(c, blocks)
+        c = walk(c, blocks, coarse)
     else:
         for _ in cutlass.range(c.spec.heads_per_kv, unroll=1):
-            c = walk(c, blocks)
+            c = walk(c, blocks, coarse)
             c.next_head(q_blocks)
+    return c
+
+
+@cute.jit
+def walk_tile(c, blocks: QueryBlocks, q_blocks: Int32, coarse: Boolean):
+    if coarse:
+        c = walk_heads(c, blocks, q_blocks, coarse=True)
+    else:
+        c = walk_heads(c, blocks, q_blocks, coarse=False)
     return c

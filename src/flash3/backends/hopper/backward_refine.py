@@ -18,6 +18,7 @@ from .extents import Extent
 from .masking import bounds_of
 from .rows import PIECE, piece_of
 from .softmax import LOG2_E
+from .weights import rcp_of_cap
 
 LARGEST_EXACT = 256.0
 """Up to here float32 holds L₂ to 2⁻¹⁷, far below a 16-bit P's rounding."""
@@ -41,8 +42,7 @@ def dot(a: cute.Tensor, b: cute.Tensor, width: Int32):
 def exponent(ops: RowOperands, score: Float32, spec: cutlass.Constexpr[BackwardSpec]):
     """A raw score as exponent of two."""
     if const_expr(spec.softcap):
-        r = cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(score * ops.tanh_scale, fastmath=True))
-        score = Float32(1.0) - Float32(2.0) * r
+        score = Float32(1.0) - Float32(2.0) * rcp_of_cap(score, ops.tanh_scale)
     return score * ops.scale_log2
 
 

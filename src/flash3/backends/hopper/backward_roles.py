@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr
 
 from . import backward_storage, storage
 from .backward_barriers import BackwardBarrierId, arrive_consumers, sync_consumers
-from .backward_consumer import StagedRowsRead
+from .backward_consumer import StagedRowsRead, register_operand
 from .backward_tiles import BackwardSpec, BackwardTiles
 from .fragments import convert
 from .matmul import issue, wait_matmuls
@@ -64,13 +64,13 @@ class ScoreConsumer:
         self.weights.record = self.weights.record + q_blocks
 
     @cute.jit
-    def block(self, q_block: Int32, masked: cutlass.Constexpr[bool]):
+    def block(self, q_block: Int32, masked: cutlass.Constexpr[bool], coarse: cutlass.Constexpr[bool]):
         shape = self.scores_mma.get_slice(0).partition_shape_C((self.tiles.kv, self.tiles.q))
-        S, P = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, storage.ELEMENTS[self.spec.dtype])
+        S, P = cute.make_rmem_tensor(shape, Float32), register_operand(self.total_mma, self.tiles)
         q = self.queries.wait()
         issue(self.scores_mma, S, self.K, self.queries.operand[None, None, None, q], accumulate=False)
         wait_matmuls(0)
-        self.weights.apply(S, P, q, q_block, masked)
+        self.weights.apply(S, P, q, q_block, masked, coarse)
         self.hand_over(S, P)
         self.queries.release()  # not before: P in the box proves that L has been read
         do = self.douts.wait()
@@ -119,9 +119,9 @@ class GradientConsumer:
         self.record = self.record + q_blocks
 
     @cute.jit
-    def block(self, q_block: Int32, masked: cutlass.Constexpr[bool]):
+    def block(self, q_block: Int32, masked: cutlass.Constexpr[bool], coarse: cutlass.Constexpr[bool]):
         shape = self.scores_mma.get_slice(0).partition_shape_C((self.tiles.kv, self.tiles.q))
-        dP, dS = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, storage.ELEMENTS[self.spec.dtype])
+        dP, dS = cute.make_rmem_tensor(shape, Float32), register_operand(self.total_mma, self.tiles)
         do = self.douts.wait()
         issue(self.scores_mma, dP, self.V, self.douts.operand[None, None, None, do], accumulate=False)
         delta = read_rows(self.douts.rows, do, self.first_column, self.tiles)

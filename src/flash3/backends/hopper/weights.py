@@ -12,8 +12,6 @@ from .fragments import ROW_STEP, ROWS_PER_THREAD, as_rows, convert
 
 UNSEEN = 1 << 30
 """First row that sees a key past the end of the keys."""
-COLUMNS_AT_ONCE = 16
-"""Of Sᵀ become P before the next ones: more would keep more of L in registers."""
 
 
 @dataclass
@@ -68,79 +66,63 @@ class Weights:
     tiles: cutlass.Constexpr[BackwardTiles]
 
     @cute.jit
-    def apply(self, S: cute.Tensor, P: cute.Tensor, stage: Int32, q_block: Int32, masked: cutlass.Constexpr[bool]):
-        """S becomes what dS is multiplied by: P, with a softcap times the cap's slope. P: the 16-bit operand of dV."""
-        if const_expr(self.spec.softcap):
-            self.to_capped_probabilities(S, P, stage, q_block, masked)
-        else:
-            self.to_probabilities(S, P, stage, q_block, masked)
-
-    @cute.jit
-    def to_probabilities(self, S: cute.Tensor, P: cute.Tensor, stage: Int32, q_block: Int32, masked: cutlass.Constexpr[bool]):
-        """S becomes P in place; its 16-bit copy is the operand of dV."""
+    def apply(
+        self, S: cute.Tensor, P: cute.Tensor, stage: Int32, q_block: Int32, masked: cutlass.Constexpr[bool], coarse: cutlass.Constexpr[bool]
+    ):
+        """S becomes what dS is multiplied by: P, with a softcap times the cap's slope. P: the 16-bit operand of dV. coarse: L may have a
+        second part."""
+        if const_expr(self.spec.softcap):  # r = 1 / (1 + e^2x): tanh x = 1 − 2r, and its slope is 4r·(1 − r)
+            for i in cutlass.range_constexpr(cute.size(S)):
+                S[i] = rcp_of_cap(S[i], self.tanh_scale)
         rows, lse = as_rows(S), read_rows(self.rows, stage, self.first_column, self.tiles)
-        columns = cute.size(rows, mode=[1])
         limits, rest = self.mask.limits(q_block * self.tiles.q), self.rest_of(q_block)
-        coarse = self.is_coarse(stage)
-        for first in cutlass.range_constexpr(0, columns, COLUMNS_AT_ONCE):
-            for c in cutlass.range_constexpr(first, first + COLUMNS_AT_ONCE):
-                for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
-                    exponent = rows[r, c] * self.scale_log2 - lse[c]
+        pair = cute.make_rmem_tensor(2, Float32)
+        for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
+            for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
+                for e in cutlass.range_constexpr(2):
+                    score = rows[r, c + e]
+                    if const_expr(self.spec.softcap):
+                        exponent = (Float32(1.0) - Float32(2.0) * score) * self.scale_log2 - lse[c + e]
+                    else:
+                        exponent = score * self.scale_log2 - lse[c + e]
+                    if const_expr(coarse):
+                        exponent = exponent - rest[e, c // 2]
                     if const_expr(masked):
-                        exponent = cutlass.select_(self.mask.sees(limits, r, c), exponent, -Float32.inf)
-                    rows[r, c] = exponent
-            if coarse:
-                for c in cutlass.range_constexpr(first, first + COLUMNS_AT_ONCE):
-                    for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
-                        rows[r, c] = rows[r, c] - rest[c % 2, c // 2]
-            for c in cutlass.range_constexpr(first, first + COLUMNS_AT_ONCE):
-                for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
-                    rows[r, c] = cute.math.exp2(rows[r, c], fastmath=True)
-        convert(S, P)
-
-    def is_coarse(self, stage: Int32):
-        """Whether some L of the block has a second part, which only very large ones have."""
-        return self.rows[self.tiles.q, stage] != Float32(0.0)
+                        exponent = cutlass.select_(self.mask.sees(limits, r, c + e), exponent, -Float32.inf)
+                    p = cute.math.exp2(exponent, fastmath=True)
+                    pair[e], rows[r, c + e] = p, p
+                    if const_expr(self.spec.softcap):
+                        rows[r, c + e] = p * (Float32(4.0) * score * (Float32(1.0) - score))
+                convert(pair, cute.make_tensor(P.iterator + 2 * (c + r), cute.make_layout(2)))
 
     def rest_of(self, q_block: Int32):
         """The second part of L, in global memory: column first_column + 8j + e at (e, j)."""
         start = Int64(self.record + q_block) * statistics_words(self.tiles) + (2 * self.tiles.q + STATISTICS_TAIL) + self.first_column
         return cute.make_tensor((self.statistics.iterator + start).align(8), cute.make_layout((2, self.tiles.q // 8), stride=(1, 8)))
 
-    @cute.jit
-    def to_capped_probabilities(self, S: cute.Tensor, P: cute.Tensor, stage: Int32, q_block: Int32, masked: cutlass.Constexpr[bool]):
-        """P goes to the operand of dV, and S becomes P times the slope of the cap, 1 − tanh²: all that dS wants of it."""
-        for i in cutlass.range_constexpr(cute.size(S)):  # r = 1 / (1 + e^2x): tanh x = 1 − 2r, and the slope is 4r·(1 − r)
-            S[i] = cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(S[i] * self.tanh_scale, fastmath=True))
-        if self.is_coarse(stage):
-            self.cap(S, P, stage, q_block, masked, coarse=True)
-        else:
-            self.cap(S, P, stage, q_block, masked, coarse=False)
 
-    @cute.jit
-    def cap(
-        self, S: cute.Tensor, P: cute.Tensor, stage: Int32, q_block: Int32, masked: cutlass.Constexpr[bool], coarse: cutlass.Constexpr[bool]
-    ):
-        rows, lse, limits, rest = (
-            as_rows(S),
-            read_rows(self.rows, stage, self.first_column, self.tiles),
-            self.mask.limits(q_block * self.tiles.q),
-            self.rest_of(q_block),
-        )
-        pair = cute.make_rmem_tensor(2, Float32)
-        for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
-            for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
-                for e in cutlass.range_constexpr(2):
-                    x = rows[r, c + e]
-                    exponent = (Float32(1.0) - Float32(2.0) * x) * self.scale_log2 - lse[c + e]
-                    if const_expr(coarse):
-                        exponent = exponent - rest[e, c // 2]
-                    p = cute.math.exp2(exponent, fastmath=True)
-                    if const_expr(masked):
-                        p = cutlass.select_(self.mask.sees(limits, r, c + e), p, Float32(0.0))
-                    pair[e] = p
-                    rows[r, c + e] = p * (Float32(4.0) * x * (Float32(1.0) - x))
-                convert(pair, cute.make_tensor(P.iterator + 2 * (c + r), cute.make_layout(2)))
+@cute.jit
+def rcp_of_cap(score: Float32, tanh_scale: Float32):
+    """r = 1 / (1 + e^2x) of x = scale·score/cap: tanh x = 1 − 2r, and its slope is 4r·(1 − r)."""
+    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(score * tanh_scale, fastmath=True))
+
+
+@cute.jit
+def some_are_coarse(
+    statistics: cute.Tensor,
+    record: Int32,
+    count: Int32,
+    heads: cutlass.Constexpr[int],
+    q_blocks: Int32,
+    tiles: cutlass.Constexpr[BackwardTiles],
+):
+    """Whether any L of `count` records, and of those of the next heads, has a second part. The whole warp must ask."""
+    some = Float32(0.0)
+    for head in cutlass.range(heads, unroll=1):
+        for first in cutlass.range(0, count, 32, unroll=1):
+            at = cutlass.min(first + cute.arch.lane_idx(), count - 1)
+            some = some + statistics[record + head * q_blocks + at, tiles.q]
+    return cute.arch.vote_any_sync(some != Float32(0.0))
 
 
 @cute.jit
