@@ -32,8 +32,8 @@ def _dense() -> None:
             _add(f"backward_{width}_{mask.value}", _spec(width, mask))
     for width in (64, 128):
         spec, tiles = BACKWARD[f"backward_{width}_full"]
-        _add(f"backward_{width}_full_shared", spec, replace(tiles, dq_path=DqPath.SHARED))
-        _add(f"backward_{width}_full_deep", spec, replace(tiles, q_stages=3, do_stages=3))
+        _add(f"backward_{width}_full_shared", spec, replace(tiles, dq_path=DqPath.SHARED, kv_stages=1))
+        _add(f"backward_{width}_full_single", spec, replace(tiles, kv_stages=1))
 
 
 def _features() -> None:

@@ -56,8 +56,15 @@ def parse(text: str) -> tuple[list[str], dict[str, int]]:
 
 
 def inner_loops(instructions: list[str], labels: dict[str, int]) -> list[int]:
-    """Lengths of the loops that hold matmuls and no other such loop. Waits on barriers retry from out of line and jump back into a
-    loop's middle: those jumps are no loops."""
+    """Lengths of the inner loops."""
+    return [end - begin + 1 for begin, end in inner_spans(instructions, labels)]
+
+
+def inner_spans(instructions: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
+    """First and last instruction of the loops that hold matmuls and no other such loop.
+
+    Waits on barriers retry from out of line and jump back into a loop's middle: those jumps are no loops.
+    """
     spans = []
     for at, instruction in enumerate(instructions):
         jump = re.search(r"\bBRA\b.*?(\.L_x_\d+)", instruction)
@@ -65,5 +72,4 @@ def inner_loops(instructions: list[str], labels: dict[str, int]) -> list[int]:
             begin = labels[jump[1]]
             if any(MATMUL in line for line in instructions[begin : at + 1]):
                 spans.append((begin, at))
-    inner = [s for s in spans if not any(o != s and s[0] <= o[1] < s[1] for o in spans)]
-    return [end - begin + 1 for begin, end in inner]
+    return [s for s in spans if not any(o != s and s[0] <= o[1] < s[1] for o in spans)]

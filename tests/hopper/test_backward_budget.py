@@ -40,13 +40,16 @@ def test_the_list_covers_every_choice() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "word"),
     [
-        ("backward_128_full", {"q": 128}, "registers"),
+        ("backward_128_full", {"q": 128, "kv_stages": 1}, "registers"),
+        ("backward_128_full", {"q_stages": 3}, "shared memory"),
         ("backward_128_full", {"q": 96}, "q must be"),
         ("backward_128_full", {"kv": 64}, "kv must be"),
         ("backward_64_full", {"q": 64}, "width 128"),
         ("backward_64_full", {"q_stages": 0}, "stage"),
         ("backward_64_full", {"ds_stages": 3}, "dS"),
         ("backward_256_full", {"q_stages": 3}, "shared memory"),
+        ("backward_256_full", {"kv_stages": 2}, "persistent"),
+        ("backward_128_causal_packed", {"kv_stages": 2}, "persistent"),
         ("backward_256_full", {"dq_path": DqPath.SHARED}, "shared memory"),
         ("backward_64_full_deterministic", {"dq_path": DqPath.SHARED}, "ordered"),
     ],

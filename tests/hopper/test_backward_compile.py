@@ -16,17 +16,16 @@ from flash3.mask import MaskKind
 pytest.importorskip("cutlass")
 pytestmark = pytest.mark.timeout(600)
 
-# Instructions in the loop over blocks whose rows see every key of the tile, the rarely taken second part of L included (32 subtractions of
-# the 443 at d128, 64 of the 614 at d64).
-INTERIOR = {
-    "backward_64_full": 614,
-    "backward_64_causal": 614,
-    "backward_128_full": 443,
-    "backward_128_causal": 444,
-    "backward_128_causal_packed": 450,
-}
+# Instructions in the loop over blocks whose rows see every key of the tile.
+INTERIOR = {"backward_64_full": 620, "backward_64_causal": 620, "backward_128_full": 440, "backward_128_causal": 440}
 ALWAYS = ("backward_64_full", "backward_128_causal", "backward_256_causal", "backward_128_chunk_deterministic")
 """Compiled in every run; the others with -m slow."""
+MOST_SPILLED_BYTES = 256
+"""Of the main kernel, in all: between tiles, and in the rare walk."""
+MOST_RELOADS = 6
+"""Of what does not change, in a loop that counts: at width 64 two consumers have no register to spare."""
+SECOND_PARTS = 8
+"""Loads of it in a block, at least."""
 SECTION = re.compile(r"(?=^\s*\.section\s+\.text\.)", re.MULTILINE)
 
 
@@ -42,9 +41,17 @@ def main_kernel(cubin: Path) -> str:
     return text
 
 
+def common_loops(instructions: list[str], labels: dict[str, int]) -> list[list[str]]:
+    """The innermost loops with matmuls but those of the rare walk, which has loads of the second part of L."""
+    from tests.hopper.sass import inner_spans
+
+    loops = [instructions[begin : end + 1] for begin, end in inner_spans(instructions, labels)]
+    return [loop for loop in loops if sum("LDG" in line for line in loop) < SECOND_PARTS]
+
+
 def groups_of_matmuls(spec: BackwardSpec, tiles: BackwardTiles) -> int:
-    """Waits for matmuls in the whole kernel: two kinds of bodies, three with two edges."""
-    bodies = 3 if spec.mask_kind in (MaskKind.WINDOW, MaskKind.CHUNK) else 2
+    """Waits for matmuls in the whole kernel: three kinds of bodies (masked, interior, and with a second part of L), four with two edges."""
+    bodies = 4 if spec.mask_kind in (MaskKind.WINDOW, MaskKind.CHUNK) else 3
     return bodies * (5 if tiles.split is Split.ROLES else 4)
 
 
@@ -57,7 +64,9 @@ def test_compiles(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     compile_backward(spec, tiles, f"{TARGET} --keep-cubin --dump-dir {tmp_path} remarks{{ptx}}")
     sys.stdout.flush()
     remarks = "".join(capfd.readouterr())
-    assert re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", remarks) == [("0", "0")] * 3
+    spills = [sum(map(int, pair)) for pair in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", remarks)]
+    assert sorted(spills)[:2] == [0, 0]
+    assert max(spills) <= MOST_SPILLED_BYTES
     assert f"Used {roles.entry_registers(tiles)} registers, used 16 barriers" in remarks
     (cubin,) = tmp_path.glob("*.cubin")
     text = main_kernel(cubin)
@@ -65,7 +74,9 @@ def test_compiles(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     count = {
         word: sum(word in line for line in instructions) for word in ("STL", "LDL", "USETMAXREG", "WARPGROUP.DEPBAR", "REDG", "UBLKRED")
     }
-    assert count["STL"] == count["LDL"] == 0
+    for loop in common_loops(instructions, labels):
+        assert sum("LDL" in line for line in loop) <= MOST_RELOADS
+        assert not any("STL" in line for line in loop)
     assert count["USETMAXREG"] == 2
     assert count["WARPGROUP.DEPBAR"] == groups_of_matmuls(spec, tiles)  # more: ptxas has serialized the matmuls
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "STSM"):
@@ -74,8 +85,7 @@ def test_compiles(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert bool(count["UBLKRED"]) != by_registers
     assert max(int(n) for n in re.findall(r"\bR(\d+)\b", text)) < roles.consumer_registers(tiles)
     if name in INTERIOR:
-        loops = inner_loops(instructions, labels)
-        assert loops[1] <= INTERIOR[name]
+        assert min(inner_loops(instructions, labels)) <= INTERIOR[name]
 
 
 def test_the_names_exist() -> None:

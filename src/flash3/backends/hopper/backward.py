@@ -39,19 +39,20 @@ from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
-from . import backward_order, backward_storage, blocklist, budget, roles, storage
+from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
 from .backward_barriers import BackwardBarrierId, sync_consumers
 from .backward_consumer import Consumer, StagedRowsRead, walk_tile
-from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, produce
+from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, produce, produce_next
 from .backward_operands import BackwardOperands
 from .backward_order import Turns
 from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
-from .backward_tiles import STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Split
+from .backward_schedule import KeyDispatcher, KeyFollower
+from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Split
 from .dq import HandOver, RegisterReduction, Sender, send_all
 from .extents import extent_of
 from .fragments import LANES_PER_ROW
 from .masking import bounds_of
-from .pipes import StagedLoad, tma_pipe
+from .pipes import StagedLoad, tma_pipe, work_pipe
 from .queryblocks import QueryBlocks, query_blocks
 from .weights import TransposedMask, Weights, some_are_coarse
 
@@ -91,7 +92,8 @@ class Parts:
         self.first_column = 2 * (self.lane % LANES_PER_ROW)
 
     def scores_a(self, sX):
-        return self.scores.make_fragment_A(self.scores.get_slice(self.at).partition_A(sX))[None, None, None, 0]
+        """K or V, over its stages."""
+        return self.scores.make_fragment_A(self.scores.get_slice(self.at).partition_A(sX))
 
     def read(self, sX, mma, width, stages, rows, pipe) -> StagedRowsRead:
         part = self.scores.get_slice(self.at)
@@ -111,12 +113,12 @@ class Parts:
     def dq_operands(self):
         """K and dS as operands of dQ, over dS's stages."""
         part, mma = self.dq_mma.get_slice(self.dq_at), self.dq_mma
-        sKt = storage.transposed(self.buffers.K, self.spec.qk_width, self.tiles.kv, 1)
+        sKt = storage.transposed(self.buffers.K, self.spec.qk_width, self.tiles.kv, self.tiles.kv_stages)
         if self.tiles.dq_transposed:
             K, dS = mma.make_fragment_A(part.partition_A(sKt)), mma.make_fragment_B(part.partition_B(self.buffers.dS))
         else:
             K, dS = mma.make_fragment_B(part.partition_B(sKt)), mma.make_fragment_A(part.partition_A(self.buffers.dS))
-        return K[None, None, None, 0], dS
+        return K, dS
 
     def dq_path(self):
         words = self.tiles.q * self.spec.qk_width
@@ -136,9 +138,9 @@ class Parts:
 
     def weights(self) -> Weights:
         tile, ops, spec, tiles = self.tile, self.ops, self.spec, self.tiles
-        first_key = tile.kv_block * tiles.kv + self.thread // 32 * 16 + self.lane // LANES_PER_ROW
+        first_key = self.thread // 32 * 16 + self.lane // LANES_PER_ROW
         bounds = bounds_of(replace(ops.mask), tile.q.length, tile.k.length)
-        mask = TransposedMask(first_key, self.first_column, tile.k.length, bounds, spec)
+        mask = TransposedMask(tile.kv_block * tiles.kv, first_key, self.first_column, tile.k.length, bounds, spec)
         record = tile.record + Int32(0)
         return Weights(self.buffers.L, ops.statistics, record, mask, self.first_column, ops.scale_log2, ops.tanh_scale, spec, tiles)
 
@@ -157,6 +159,7 @@ class Parts:
             ds_copy=ds_copy,
             ds_to=ds_to,
             ds_stage=Int32(0),
+            kv_stage=Int32(0),
             dq=self.dq_path(),
             weights=self.weights(),
             scores_mma=self.scores,
@@ -169,7 +172,7 @@ class Parts:
 
     def half_of_dq(self) -> HalfOfDq:
         K, dS = self.dq_operands()
-        return HalfOfDq(K, dS, self.dq_path(), self.dq_mma, self.spec, self.tiles)
+        return HalfOfDq(K[None, None, None, 0], dS, self.dq_path(), self.dq_mma, self.spec, self.tiles)
 
     def box(self):
         """This thread's words of P: float4 by float4, beside its neighbours'."""
@@ -178,18 +181,40 @@ class Parts:
         return cute.make_tensor(place, cute.make_layout((4, fours), stride=(1, 4 * roles.WARPGROUP_THREADS)))
 
     def score_consumer(self) -> ScoreConsumer:
-        total = self.total(self.dv_mma, self.spec.v_width)
         return ScoreConsumer(
-            self.scores_a(self.buffers.K), self.queries(), self.douts(), total, self.weights(), self.box(), Int32(0), self.half_of_dq(),
-            self.scores, self.dv_mma, self.spec, self.tiles,
-        )  # fmt: skip
+            K=self.scores_a(self.buffers.K)[None, None, None, 0],
+            queries=self.queries(),
+            douts=self.douts(),
+            total=self.total(self.dv_mma, self.spec.v_width),
+            weights=self.weights(),
+            box=self.box(),
+            stage=Int32(0),
+            dq=self.half_of_dq(),
+            scores_mma=self.scores,
+            total_mma=self.dv_mma,
+            spec=self.spec,
+            tiles=self.tiles,
+        )
 
     def gradient_consumer(self) -> GradientConsumer:
-        total = self.total(self.dk_mma, self.spec.qk_width)
+        ds_copy, ds_to = self.ds_store()
         return GradientConsumer(
-            self.scores_a(self.buffers.V), self.queries(), self.douts(), total, self.tile.record + Int32(0), self.first_column, self.box(),
-            Int32(0), *self.ds_store(), self.half_of_dq(), self.scores, self.dk_mma, self.spec, self.tiles,
-        )  # fmt: skip
+            V=self.scores_a(self.buffers.V)[None, None, None, 0],
+            queries=self.queries(),
+            douts=self.douts(),
+            total=self.total(self.dk_mma, self.spec.qk_width),
+            record=self.tile.record + Int32(0),
+            first_column=self.first_column,
+            box=self.box(),
+            stage=Int32(0),
+            ds_copy=ds_copy,
+            ds_to=ds_to,
+            dq=self.half_of_dq(),
+            scores_mma=self.scores,
+            total_mma=self.dk_mma,
+            spec=self.spec,
+            tiles=self.tiles,
+        )
 
     def dv_store(self) -> GradientStore:
         return GradientStore.create(
@@ -220,11 +245,15 @@ class BackwardKernel:
         self.spec, self.tiles = spec, tiles
 
     @cute.jit
-    def launch(self, ops: BackwardOperands, tiles: Int32, kv_heads: Int32, stream):
-        if const_expr(launched_by_groups(self.spec, self.tiles)):
+    def launch(self, ops: BackwardOperands, tiles: Int32, kv_heads: Int32, multiprocessors: Int32, stream):
+        if const_expr(self.tiles.persistent):
+            tiles, kv_heads = cutlass.min(tiles * kv_heads, multiprocessors), 1
+        elif const_expr(launched_by_groups(self.spec, self.tiles)):
             tiles, kv_heads = tiles * kv_heads, 1
         # Without min_blocks_per_mp ptxas ignores setmaxnreg.
-        self.kernel(ops).launch(grid=[tiles, kv_heads, 1], block=[self.tiles.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+        self.kernel(ops).launch(
+            grid=[tiles, kv_heads, 1], block=[self.tiles.threads, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(self, ops: BackwardOperands):
@@ -237,53 +266,131 @@ class BackwardKernel:
         size = spec.dtype.bytes
         q_in, q_out = tma_pipe(smem, tiles, tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
         do_in, do_out = tma_pipe(smem, tiles, tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
-        k_in, k_out = tma_pipe(smem, tiles, 1, size * tiles.kv * spec.qk_width)
-        v_in, v_out = tma_pipe(smem, tiles, 1, size * tiles.kv * spec.v_width)
+        k_in, k_out = tma_pipe(smem, tiles, tiles.kv_stages, size * tiles.kv * spec.qk_width)
+        v_in, v_out = tma_pipe(smem, tiles, tiles.kv_stages, size * tiles.kv * spec.v_width)
+        box = work_in = work_out = None
+        if const_expr(tiles.persistent):
+            box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        tile = self.tile(ops)
-        blocks = self.blocks(ops, tile)
-        exists = tile.kv_block * tiles.kv < tile.k.length
+        cute.arch.griddepcontrol_wait()  # for backward_prepare
+        cute.arch.griddepcontrol_launch_dependents()
         if warpgroup == roles.PRODUCER_WARPGROUP:
             cute.arch.setmaxregister_decrease(roles.producer_registers(tiles))
-            if exists:
-                if warp_number == 0:
-                    load = self.loads(ops, buffers, q_in, do_in, k_in, v_in, thread)
-                    load = produce(load, tile, blocks, spec, tiles)
-                    load.q.producer.tail()
-                    load.do.producer.tail()
-                if const_expr(tiles.has_sender):
-                    if warp_number == 1:
-                        sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, thread % 32, self.turns(ops, tile), spec, tiles)
-                        send_all(sender, tile.record, blocks, Int32(spec.heads_per_kv), tile.q_blocks)
+            if warp_number == 0:
+                load = self.loads(ops, buffers, q_in, do_in, k_in, v_in, thread)
+                if const_expr(tiles.persistent):
+                    self.produce_tiles(ops, load, box, work_in, thread)
+                else:
+                    self.produce_tile(ops, load)
+            if const_expr(tiles.has_sender):
+                if warp_number == 1:
+                    self.send_tile(ops, buffers, thread % 32)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
-            if exists:
-                me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
-                first_record, count = tile.record + blocks.first, blocks.count()
-                coarse = some_are_coarse(ops.statistics, first_record, count, spec.heads_per_kv, tile.q_blocks, tiles)
-                k_out.wait_and_advance()
-                v_out.wait_and_advance()
-                parts = Parts(self, ops, tile, buffers, q_out, do_out, thread - roles.WARPGROUP_THREADS, me)
-                if const_expr(tiles.split is Split.KEYS):
-                    self.by_keys(parts, blocks, coarse)
+            me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
+            keys = TileKeys.create(k_out, v_out)
+            parts = Parts(self, ops, self.tile(ops), buffers, q_out, do_out, thread - roles.WARPGROUP_THREADS, me)
+            if const_expr(tiles.persistent):
+                self.consume_tiles(parts, keys, KeyFollower(Int32(0), box, work_out))
+            else:
+                self.consume_tile(parts, keys, me)
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def produce_tile(self, ops, load: Loads):
+        """The block's only tile."""
+        tile = self.tile(ops)
+        if self.exists(tile):
+            load = produce(load, tile, self.blocks(ops, tile), self.spec, self.tiles)
+            load.q.producer.tail()
+            load.do.producer.tail()
+
+    @cute.jit
+    def produce_tiles(self, ops, load: Loads, box, work_in, lane):
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        counter = (ops.statistics.iterator + (self.tiles.q + COUNTER_WORD)).align(4)
+        counter = cute.recast_ptr(counter, dtype=Int32)
+        work = KeyDispatcher(Int32(0), Int32(0), box, work_in, counter, grid, lane)
+        work.send(block)
+        num_tiles = self.num_tiles(ops)
+        while work.index < num_tiles:
+            tile = self.tile_at(ops, work.index)
+            blocks = self.blocks(ops, tile)
+            load, work = produce_next(load, tile, blocks, work, self.spec, self.tiles)
+            work.advance()
+        load.q.producer.tail()
+        load.do.producer.tail()
+
+    @cute.jit
+    def send_tile(self, ops, buffers, lane):
+        tile = self.tile(ops)
+        if self.exists(tile):
+            sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, lane, self.turns(ops, tile), self.spec, self.tiles)
+            send_all(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
+
+    @cute.jit
+    def consume_tile(self, parts, keys, me: Int32):
+        """The block's only tile."""
+        ops, tile = parts.ops, parts.tile
+        if self.exists(tile):
+            blocks = self.blocks(ops, tile)
+            coarse = self.is_coarse(ops, tile, blocks)
+            keys.wait()
+            if const_expr(self.tiles.split is Split.KEYS):
+                self.by_keys(parts, blocks, coarse)
+            else:
+                if me == 0:
+                    self.scores_role(parts, blocks, coarse)
                 else:
-                    if me == 0:
-                        self.scores_role(parts, blocks, coarse)
-                    else:
-                        self.gradients_role(parts, blocks, coarse)
-                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                    self.gradients_role(parts, blocks, coarse)
+
+    @cute.jit
+    def consume_tiles(self, parts, keys: TileKeys, work: KeyFollower):
+        """Tile after tile, until there is none."""
+        ops = parts.ops
+        c, dv_store, dk_store = parts.consumer(), parts.dv_store(), parts.dk_store()
+        num_tiles = self.num_tiles(ops)
+        work.advance()
+        while work.index < num_tiles:
+            tile = self.tile_at(ops, work.index)
+            blocks = self.blocks(ops, tile)
+            coarse = self.is_coarse(ops, tile, blocks)
+            c.begin(tile.kv_block, tile.record, keys.wait())
+            c = walk_tile(c, blocks, tile.q_blocks, coarse)
+            self.store(c, dv_store, dk_store, tile, ops.scale)
+            dk_store.wait_read()
+            keys.release()
+            work.advance()
 
     @cute.jit
     def by_keys(self, parts, blocks: QueryBlocks, coarse: Boolean):
-        c = parts.consumer()
-        c.dK.fill(0.0)
-        c.dV.fill(0.0)
-        c = walk_tile(c, blocks, parts.tile.q_blocks, coarse)
-        parts.dv_store().write(c.dV, parts.tile)  # these rows of V were read by this consumer alone
+        c, tile = parts.consumer(), parts.tile
+        c.begin(tile.kv_block, tile.record, Int32(0))
+        c = walk_tile(c, blocks, tile.q_blocks, coarse)
+        self.store(c, parts.dv_store(), parts.dk_store(), tile, parts.ops.scale)
+
+    @cute.jit
+    def store(self, c: Consumer, dv_store: GradientStore, dk_store: GradientStore, tile: KeyTile, scale: Float32):
+        dv_store.write(c.dV, tile, c.kv_stage)  # these rows of V were read by this consumer alone
         sync_consumers(BackwardBarrierId.KEYS_READ)
-        scale_all(c.dK, parts.ops.scale)
-        parts.dk_store().write(c.dK, parts.tile)
+        scale_all(c.dK, scale)
+        dk_store.write(c.dK, tile, c.kv_stage)
+
+    def exists(self, tile: KeyTile):
+        """Where lengths are ragged a block may have no tile."""
+        return tile.kv_block * self.tiles.kv < tile.k.length
+
+    def is_coarse(self, ops, tile: KeyTile, blocks: QueryBlocks):
+        first, count = tile.record + blocks.first, blocks.count()
+        return some_are_coarse(ops.statistics, first, count, self.spec.heads_per_kv, tile.q_blocks, self.tiles)
+
+    def num_tiles(self, ops) -> Int32:
+        return self.tiles_of_a_head(ops) * ops.sizes.kv_heads
+
+    def tiles_of_a_head(self, ops) -> Int32:
+        return blocklist.num_blocks(self.spec.k_layout, ops.sizes.k_rows, ops.sizes.batch, self.tiles.kv)
 
     @cute.jit
     def scores_role(self, parts, blocks: QueryBlocks, coarse: Boolean):
@@ -291,7 +398,7 @@ class BackwardKernel:
         c.total.fill(0.0)
         c = walk_tile(c, blocks, parts.tile.q_blocks, coarse)
         sync_consumers(BackwardBarrierId.KEYS_READ)
-        parts.dv_store().write(c.total, parts.tile)
+        parts.dv_store().write(c.total, parts.tile, Int32(0))
 
     @cute.jit
     def gradients_role(self, parts, blocks: QueryBlocks, coarse: Boolean):
@@ -300,7 +407,7 @@ class BackwardKernel:
         c = walk_tile(c, blocks, parts.tile.q_blocks, coarse)
         sync_consumers(BackwardBarrierId.KEYS_READ)
         scale_all(c.total, parts.ops.scale)
-        parts.dk_store().write(c.total, parts.tile)
+        parts.dk_store().write(c.total, parts.tile, Int32(0))
 
     def buffers(self, smem: SmemAllocator):
         spec, tiles = self.spec, self.tiles
@@ -311,7 +418,10 @@ class BackwardKernel:
 
         sQ = buffer(backward_storage.q_layout(spec, tiles, tiles.q_stages))
         sdO = buffer(backward_storage.do_layout(spec, tiles, tiles.do_stages))
-        sK, sV = buffer(backward_storage.k_layout(spec, tiles)), buffer(backward_storage.v_layout(spec, tiles))
+        sK, sV = (
+            buffer(backward_storage.k_layout(spec, tiles, tiles.kv_stages)),
+            buffer(backward_storage.v_layout(spec, tiles, tiles.kv_stages)),
+        )
         sdS = buffer(backward_storage.ds_layout(spec, tiles))
         sdQ = None
         if tiles.has_sender:
@@ -335,9 +445,17 @@ class BackwardKernel:
         return batch * num_tiles + kv_block, column - batch * z.kv_heads
 
     def tile(self, ops: BackwardOperands) -> KeyTile:
-        """This block's work; its keys may be none where lengths are ragged."""
+        """This block's work."""
+        return self.key_tile(ops, *self.place(ops))
+
+    def tile_at(self, ops: BackwardOperands, index: Int32) -> KeyTile:
+        """Of persistent blocks: head by head, the longest first."""
+        of_a_head = self.tiles_of_a_head(ops)
+        kv_head = index // of_a_head
+        return self.key_tile(ops, index - kv_head * of_a_head, kv_head)
+
+    def key_tile(self, ops: BackwardOperands, index, kv_head) -> KeyTile:
         spec, tiles, z = self.spec, self.tiles, ops.sizes
-        index, kv_head = self.place(ops)
         batch = blocklist.sequence_of(index, ops.k_arrays, z.batch, z.k_rows, spec.k_layout, tiles.kv)
         q = extent_of(ops.q_arrays, spec.q_layout, batch, z.q_rows)
         k = extent_of(ops.k_arrays, spec.k_layout, batch, z.k_rows)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from . import roles
 from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Split
-from .budget import ALIGNMENT_BYTES, BARRIER_BYTES, SMEM_PER_BLOCK_BYTES
+from .budget import ALIGNMENT_BYTES, BARRIER_BYTES, SMEM_PER_BLOCK_BYTES, WORK_STAGES
 
 WIDTHS = (32, 64, 96, 128, 192, 256)
 """Tile widths of value_dim, and, but for 96 and 192, of head_dim."""
 NARROW, WIDE, WIDEST = 64, 128, 256
+WORK_WORDS = 4
+"""int32 words of the box that carries a tile's number to the consumers, of which one is used."""
 BESIDE_ACCUMULATORS = 12
 """Registers that a loop needs besides matmul operands and results."""
 
@@ -28,7 +30,8 @@ def choose(spec: BackwardSpec) -> BackwardTiles:
     if spec.qk_width == WIDEST:
         stages = 1 if spec.deterministic else 2  # the float32 dQ takes 64 KB
         return BackwardTiles(q=64, kv=KEYS_PER_CONSUMER, split=Split.ROLES, dq_path=path, q_stages=stages, do_stages=stages)
-    return BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path)
+    persistent = not spec.deterministic and not spec.is_ragged
+    return BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path, kv_stages=2 if persistent else 1)
 
 
 def tile_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> dict[str, int]:
@@ -37,8 +40,8 @@ def tile_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> dict[str, int]:
     return {
         "Q": size * tiles.q * spec.qk_width * tiles.q_stages,
         "dO": size * tiles.q * spec.v_width * tiles.do_stages,
-        "K": size * tiles.kv * spec.qk_width,
-        "V": size * tiles.kv * spec.v_width,
+        "K": size * tiles.kv * spec.qk_width * tiles.kv_stages,
+        "V": size * tiles.kv * spec.v_width * tiles.kv_stages,
         "dS": size * tiles.q * tiles.kv * tiles.ds_stages,
         "dQ": 4 * tiles.q * spec.qk_width if tiles.has_sender else 0,
         "P": spec.dtype.bytes * tiles.q * tiles.kv if tiles.split is Split.ROLES else 0,
@@ -53,7 +56,10 @@ def smem_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> int:
     for name, n in tile_bytes(spec, tiles).items():
         step = 128 if name in ("dQ", "P", "L", "D") else ALIGNMENT_BYTES
         total = -(-total // step) * step + n
-    barriers = 2 * (tiles.q_stages + tiles.do_stages + 2)
+    barriers = 2 * (tiles.q_stages + tiles.do_stages + 2 * tiles.kv_stages)
+    if tiles.persistent:
+        barriers += 2 * WORK_STAGES
+        total += 4 * WORK_WORDS * WORK_STAGES
     return total + BARRIER_BYTES * barriers
 
 
@@ -81,6 +87,8 @@ def problems(spec: BackwardSpec, tiles: BackwardTiles) -> list[str]:
         found.append(f"64 queries at a time need width {WIDE} of queries and keys, got {spec.qk_width}")
     if min(tiles.q_stages, tiles.do_stages) < 1 or tiles.ds_stages != 2:
         found.append(f"rings need a stage, and that of dS two, got {tiles.q_stages}, {tiles.do_stages} and {tiles.ds_stages}")
+    if tiles.persistent and (spec.is_ragged or by_roles or tiles.has_sender):
+        found.append("persistent blocks need sequences of equal lengths, consumers that share keys, and dQ from registers")
     if spec.deterministic and tiles.dq_path is not DqPath.ORDERED:
         found.append(f"a deterministic backward needs the ordered path of dQ, got {tiles.dq_path.value}")
     if found:

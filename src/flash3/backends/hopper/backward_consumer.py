@@ -46,9 +46,9 @@ def register_operand(mma: cute.TiledMma, tiles: BackwardTiles):
 class Consumer:
     """64 keys of one warpgroup."""
 
-    K: cute.Tensor  # A of Sᵀ
+    K: cute.Tensor  # A of Sᵀ, over its stages, and so are the next ones
     V: cute.Tensor  # A of dPᵀ
-    K_dq: cute.Tensor  # operands of dQ; dS over its stages
+    K_dq: cute.Tensor  # operands of dQ
     dS_dq: cute.Tensor
     queries: StagedRowsRead
     douts: StagedRowsRead
@@ -57,6 +57,7 @@ class Consumer:
     ds_copy: cute.TiledCopy
     ds_to: cute.Tensor  # this thread's part of dS in shared memory, over the stages
     ds_stage: Int32
+    kv_stage: Int32
     dq: object  # RegisterReduction or HandOver
     weights: Weights
     scores_mma: cute.TiledMma
@@ -65,6 +66,15 @@ class Consumer:
     dq_mma: cute.TiledMma
     spec: cutlass.Constexpr[BackwardSpec]
     tiles: cutlass.Constexpr[BackwardTiles]
+
+    @cute.jit
+    def begin(self, kv_block: Int32, record: Int32, kv_stage: Int32):
+        """A tile."""
+        self.weights.mask.tile_key = kv_block * self.tiles.kv
+        self.weights.record = record
+        self.kv_stage = kv_stage
+        self.dK.fill(0.0)
+        self.dV.fill(0.0)
 
     @cute.jit
     def next_head(self, q_blocks: Int32):
@@ -76,17 +86,18 @@ class Consumer:
         S, dP = self.new_scores(), self.new_scores()
         P, dS = self.new_operand(self.dv_mma), self.new_operand(self.dk_mma)
         dQ = cute.make_rmem_tensor(self.dq_mma.get_slice(0).partition_shape_C(backward_storage.dq_shape(spec, tiles)), Float32)
+        K, V = self.K[None, None, None, self.kv_stage], self.V[None, None, None, self.kv_stage]
         q = self.queries.wait()
-        issue(self.scores_mma, S, self.K, self.queries.operand[None, None, None, q], accumulate=False)  # Sᵀ = K·Qᵀ
+        issue(self.scores_mma, S, K, self.queries.operand[None, None, None, q], accumulate=False)  # Sᵀ = K·Qᵀ
         do = self.douts.wait()
         if const_expr(not coarse):
-            issue(self.scores_mma, dP, self.V, self.douts.operand[None, None, None, do], accumulate=False)  # dPᵀ = V·dOᵀ
+            issue(self.scores_mma, dP, V, self.douts.operand[None, None, None, do], accumulate=False)  # dPᵀ = V·dOᵀ
             wait_matmuls(1)
         else:  # dP later: its registers are needed
             wait_matmuls(0)
         self.weights.apply(S, P, q, q_block, masked, coarse)  # under dPᵀ
         if const_expr(coarse):
-            issue(self.scores_mma, dP, self.V, self.douts.operand[None, None, None, do], accumulate=False)
+            issue(self.scores_mma, dP, V, self.douts.operand[None, None, None, do], accumulate=False)
         delta = read_rows(self.douts.rows, do, self.weights.first_column, tiles)
         wait_matmuls(0)
         to_score_gradients(dP, S, delta)
@@ -113,11 +124,11 @@ class Consumer:
 
     @cute.jit
     def issue_dq(self, dQ: cute.Tensor):
-        dS = self.dS_dq[None, None, None, self.ds_stage]
+        K, dS = self.K_dq[None, None, None, self.kv_stage], self.dS_dq[None, None, None, self.ds_stage]
         if const_expr(self.tiles.dq_transposed):
-            issue(self.dq_mma, dQ, self.K_dq, dS, accumulate=False)
+            issue(self.dq_mma, dQ, K, dS, accumulate=False)
         else:
-            issue(self.dq_mma, dQ, dS, self.K_dq, accumulate=False)
+            issue(self.dq_mma, dQ, dS, K, accumulate=False)
 
 
 @cute.jit

@@ -31,7 +31,7 @@ class FinishKernel:
 
     @cute.jit
     def launch(self, ops: FinishOperands, blocks: Int32, heads: Int32, stream):
-        self.kernel(ops).launch(grid=[blocks, heads, 1], block=[THREADS, 1, 1], stream=stream)
+        self.kernel(ops).launch(grid=[blocks, heads, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, ops: FinishOperands):
@@ -44,6 +44,7 @@ class FinishKernel:
         batch = blocklist.sequence_of(index, ops.q_arrays, z.batch, z.q_rows, spec.q_layout, tiles.q)
         extent = extent_of(ops.q_arrays, spec.q_layout, batch, z.q_rows)
         first_row = (index - blocklist.first_block(spec.q_layout, ops.q_arrays, batch, z.q_rows, tiles.q)) * tiles.q
+        cute.arch.griddepcontrol_wait()
         if first_row < extent.length:
             self.gather(ops, head * z.q_blocks + index, rows, thread)
             cute.arch.sync_threads()

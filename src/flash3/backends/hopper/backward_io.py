@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from . import storage
 from .backward_barriers import sync_gradient
+from .backward_schedule import KeyDispatcher
 from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, Split
 from .bulk import bulk_load
 from .extents import Extent, tile_of
@@ -63,6 +64,20 @@ class KeyTile:
 
 
 @cute.jit
+def produce_next(
+    load: Loads,
+    tile: KeyTile,
+    blocks: QueryBlocks,
+    work: KeyDispatcher,
+    spec: cutlass.Constexpr[BackwardSpec],
+    tiles: cutlass.Constexpr[BackwardTiles],
+):
+    """Loads of one of many tiles; the ticket for the next one is taken on the way."""
+    work.prefetch()
+    return produce(load, tile, blocks, spec, tiles), work
+
+
+@cute.jit
 def produce(
     load: Loads, tile: KeyTile, blocks: QueryBlocks, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles]
 ):
@@ -108,10 +123,10 @@ class GradientStore:
         return GradientStore(tma.atom, tma.tma_tensor, rows, copy, to_smem, consumer, part, first_warp, width, spec, tiles)
 
     @cute.jit
-    def write(self, acc: cute.Tensor, tile: KeyTile):
+    def write(self, acc: cute.Tensor, tile: KeyTile, stage: Int32):
         out = cute.make_rmem_tensor_like(acc, storage.ELEMENTS[self.spec.dtype])
         convert(acc, out)
-        cute.copy(self.copy, self.copy.retile(out), self.to_smem[None, None, None, 0])
+        cute.copy(self.copy, self.copy.retile(out), self.to_smem[None, None, None, stage])
         cute.arch.fence_view_async_shared()
         sync_gradient(self.consumer)
         if self.first_warp:
@@ -120,5 +135,39 @@ class GradientStore:
             source, target = cpasync.tma_partition(
                 self.atom, 0, cute.make_layout(1), cute.group_modes(self.rows, 0, 2), cute.group_modes(rows, 0, 2)
             )
-            cute.copy(self.atom, source[None, 0], target)
+            cute.copy(self.atom, source[None, stage], target)
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def wait_read(self):
+        """All of this consumer's threads: what was written has left shared memory."""
+        if self.first_warp:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        sync_gradient(self.consumer)
+
+
+@dataclass
+class TileKeys:
+    """Consumer end of K and V, a stage for each tile; given back later than waited for."""
+
+    waiting_k: object
+    waiting_v: object
+    releasing_k: object
+    releasing_v: object
+
+    @staticmethod
+    def create(k_pipe, v_pipe):
+        return TileKeys(k_pipe, v_pipe, k_pipe.clone(), v_pipe.clone())
+
+    @cute.jit
+    def wait(self):
+        stage = self.waiting_k.wait_and_advance().index
+        self.waiting_v.wait_and_advance()
+        return stage
+
+    @cute.jit
+    def release(self):
+        self.releasing_k.release()
+        self.releasing_k.advance()
+        self.releasing_v.release()
+        self.releasing_v.advance()

@@ -29,7 +29,7 @@ def backward_spec(spec: Spec, q_layout: SequenceLayout, k_layout: SequenceLayout
     )
 
 
-def numbers(sizes: Sizes, mask: Mask) -> tuple[float | int, ...]:
+def numbers(sizes: Sizes, mask: Mask, multiprocessors: int) -> tuple[float | int, ...]:
     """backward_operands.BackwardNumbers, as plain Python numbers."""
     bounds = mask.bounds(0, 0)
     scale_log2, tanh_scale = sizes.scale * LOG2_E, 0.0
@@ -45,4 +45,5 @@ def numbers(sizes: Sizes, mask: Mask) -> tuple[float | int, ...]:
         bounds.q_offset,
         bounds.k_offset,
         int(mask.q_offset is None),
+        multiprocessors,
     )

@@ -23,6 +23,7 @@ class BackwardNumbers(NamedTuple):
     q_offset: Int32  # position of query row 0, of the row that meets the last key when bottom_right is 1
     k_offset: Int32
     bottom_right: Int32  # 1: k_len - q_len of each sequence is added to q_offset
+    multiprocessors: Int32
 
 
 @dataclass

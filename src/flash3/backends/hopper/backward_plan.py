@@ -50,7 +50,7 @@ class Backward:
     def __post_init__(self) -> None:
         p = self.problem
         self.nothing = math.prod(p.out_shape) == 0 or p.sizes.batch == 0 or math.prod(p.k.shape) == 0
-        self.numbers = backward_launch.numbers(p.sizes, p.mask)
+        self.numbers = backward_launch.numbers(p.sizes, p.mask, p.device.multiprocessors)
 
     def __call__(self, request: Request, saved: Saved, gradients: Gradients) -> None:
         index = saved.out.device.index

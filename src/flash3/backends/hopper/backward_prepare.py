@@ -60,6 +60,7 @@ class PrepareKernel:
         spec, tiles, z = self.spec, self.tiles, ops.sizes
         thread, _, _ = cute.arch.thread_idx()
         index, head, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks may come as soon as there is room
         batch = blocklist.sequence_of(index, ops.q_arrays, z.batch, z.q_rows, spec.q_layout, tiles.q)
         extent = extent_of(ops.q_arrays, spec.q_layout, batch, z.q_rows)
         first_row = (index - blocklist.first_block(spec.q_layout, ops.q_arrays, batch, z.q_rows, tiles.q)) * tiles.q

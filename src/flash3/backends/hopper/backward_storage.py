@@ -17,12 +17,12 @@ def do_layout(spec: BackwardSpec, tiles: BackwardTiles, stages: int):
     return smem_layout(ELEMENTS[spec.dtype], tiles.q, spec.v_width, stages)
 
 
-def k_layout(spec: BackwardSpec, tiles: BackwardTiles):
-    return smem_layout(ELEMENTS[spec.dtype], tiles.kv, spec.qk_width, 1)
+def k_layout(spec: BackwardSpec, tiles: BackwardTiles, stages: int):
+    return smem_layout(ELEMENTS[spec.dtype], tiles.kv, spec.qk_width, stages)
 
 
-def v_layout(spec: BackwardSpec, tiles: BackwardTiles):
-    return smem_layout(ELEMENTS[spec.dtype], tiles.kv, spec.v_width, 1)
+def v_layout(spec: BackwardSpec, tiles: BackwardTiles, stages: int):
+    return smem_layout(ELEMENTS[spec.dtype], tiles.kv, spec.v_width, stages)
 
 
 def gradient_layout(spec: BackwardSpec, width: int):

@@ -58,7 +58,8 @@ class BackwardSpec:
 class BackwardTiles:
     """How the backward is cut up. `backward_budget.problems` says whether a GPU can hold it.
 
-    q: rows of a block of queries; kv: keys of a work tile; q_stages, do_stages, ds_stages: depths of the rings of Q, dO and dS.
+    q: rows of a block of queries; kv: keys of a work tile; q_stages, do_stages, ds_stages: depths of the rings of Q, dO and dS; kv_stages:
+    with 2, blocks are persistent and the next tile's K and V come while this one is worked on, with 1 each tile has a block of its own.
     """
 
     q: int
@@ -66,6 +67,7 @@ class BackwardTiles:
     q_stages: int = 2
     do_stages: int = 2
     ds_stages: int = 2
+    kv_stages: int = 1
     dq_path: DqPath = DqPath.REGISTERS
     split: Split = Split.KEYS
 
@@ -82,6 +84,10 @@ class BackwardTiles:
         return 128 * (1 + self.consumers)
 
     @property
+    def persistent(self) -> bool:
+        return self.kv_stages > 1
+
+    @property
     def has_sender(self) -> bool:
         return self.dq_path is not DqPath.REGISTERS
 
@@ -93,9 +99,9 @@ class BackwardTiles:
 
 STATISTICS_TAIL = 4
 """32-bit words behind the L of a block's rows: whether some of them have a second part, the block's share of the sink's gradient, how many
-key tiles have added to the block's dQ (DqPath.ORDERED), and one that is not used."""
-TURN_WORD = 2
-"""Which of them counts the key tiles."""
+key tiles have added to the block's dQ (DqPath.ORDERED), and in the first record the counter of backward_schedule."""
+TURN_WORD, COUNTER_WORD = 2, 3
+"""The last two."""
 
 
 def statistics_words(tiles: BackwardTiles) -> int:

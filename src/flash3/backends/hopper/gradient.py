@@ -57,7 +57,7 @@ class Gradient:
         loads = self.loads(mQ, mK, mV, mdO)
         main = BackwardOperands(*loads, *self.stores(mdK, mdV), mStatistics, mSum, *sides(), numbers.scale, *scales)
         key_tiles = blocklist.num_blocks(spec.k_layout, mK.shape[-3], batch, tiles.kv)
-        BackwardKernel(spec, tiles).launch(main, key_tiles, kv_heads, stream)
+        BackwardKernel(spec, tiles).launch(main, key_tiles, kv_heads, numbers.multiprocessors, stream)
         q_side, _, sizes, _ = sides()
         FinishKernel(spec, tiles).launch(FinishOperands(mdQ, mSum, q_side, sizes, numbers.scale), blocks, heads, stream)
 
@@ -70,8 +70,8 @@ class Gradient:
         k, v = (rows_view(m, spec.k_layout) for m in (mK, mV))
         return (
             storage.tma_load(q, backward_storage.q_layout(spec, tiles, 1), (tiles.q, spec.qk_width)),
-            storage.tma_load(k, backward_storage.k_layout(spec, tiles), (tiles.kv, spec.qk_width)),
-            storage.tma_load(v, backward_storage.v_layout(spec, tiles), (tiles.kv, spec.v_width)),
+            storage.tma_load(k, backward_storage.k_layout(spec, tiles, 1), (tiles.kv, spec.qk_width)),
+            storage.tma_load(v, backward_storage.v_layout(spec, tiles, 1), (tiles.kv, spec.v_width)),
             storage.tma_load(do, backward_storage.do_layout(spec, tiles, 1), (tiles.q, spec.v_width)),
         )
 

@@ -16,8 +16,9 @@ UNSEEN = 1 << 30
 
 @dataclass
 class TransposedMask:
-    """For one thread: keys `first_key` and `first_key + 8`, query columns first_column + 8j + {0, 1} of a block."""
+    """For one thread: keys `tile_key + first_key` and 8 more, query columns first_column + 8j + {0, 1} of a block."""
 
+    tile_key: Int32
     first_key: Int32
     first_column: Int32
     k_len: Int32
@@ -28,7 +29,7 @@ class TransposedMask:
         """For each of the two keys: columns [first, end) that see it; None: no end."""
         found = []
         for r in range(ROWS_PER_THREAD):
-            key = self.first_key + ROW_STEP * r
+            key = self.tile_key + self.first_key + ROW_STEP * r
             begin, end = mask.visible_rows(key, self.bounds, self.spec.mask_kind, cutlass.min, cutlass.max)
             here = first_row + self.first_column
             first = -here if begin is None else begin - here
