@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from .cases import cases, large, part_of
 
 REPEATS = 30
 DETERMINISTIC_REPEATS = 200
+ROUNDING = 2e-6
+"""What dP − D may leave where it is exactly 0 (a row with one visible key): two sums of the same products in another order."""
 NAMES = ("dq", "dk", "dv", "d_sink")
 
 
@@ -67,7 +70,7 @@ def gradients_of(request: Request, name: str, saved: Saved, d_out: Tensor, d_lse
 def check(name: str, request: Request, repeats: int) -> tuple[float, list[str]]:
     """Error over what is allowed, and what is wrong."""
     spec, _ = BACKWARD[name]
-    request.__dict__["task"] = Task.BACKWARD
+    request = replace(request, task=Task.BACKWARD, deterministic=spec.deterministic)
     d_out, d_lse = arriving(request, spec)
     saved = saved_by_oracle(request)
     launch, found = gradients_of(request, name, saved, d_out, d_lse)
@@ -82,6 +85,8 @@ def check(name: str, request: Request, repeats: int) -> tuple[float, list[str]]:
         if ours is None or not ours.numel():
             continue
         report = reference.compare(ours, want, yardstick, factor=GRADIENT_FACTOR)
+        if report.max_error <= ROUNDING:
+            continue
         worst = max(worst, report.max_error / max(report.max_allowed, 1e-12))
         wrong += [f"{title}: {fault}" for fault in report.faults]
     return worst, wrong
@@ -107,7 +112,7 @@ def check_large(name: str) -> list[str]:
     request = large(requests_like(spec))
     if spec.is_ragged:
         return check(name, request, REPEATS)[1]
-    request.__dict__["task"] = Task.BACKWARD
+    request = replace(request, task=Task.BACKWARD, deterministic=spec.deterministic)
     group = spec.heads_per_kv
     d_out, d_lse = arriving(request, spec)
     heads = [(0, h) for h in range(group)]
