@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flash3.backends.hopper import backward_budget
-from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath
+from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath, DqTime
+from flash3.backends.hopper.tiles import Turns
 from flash3.mask import MaskKind
 from flash3.problem import DType
 
@@ -34,6 +35,11 @@ def _dense() -> None:
         spec, tiles = BACKWARD[f"backward_{width}_full"]
         _add(f"backward_{width}_full_shared", spec, replace(tiles, dq_path=DqPath.SHARED, kv_stages=1))
         _add(f"backward_{width}_full_single", spec, replace(tiles, kv_stages=1))
+        for mask in (FULL, CAUSAL):
+            spec, tiles = BACKWARD[f"backward_{width}_{mask.value}"]
+            late = replace(tiles, dq_time=DqTime.LATE)
+            _add(f"backward_{width}_{mask.value}_late", spec, late)
+            _add(f"backward_{width}_{mask.value}_turns", spec, replace(late, turns=Turns.PING_PONG))
 
 
 def _features() -> None:

@@ -37,6 +37,8 @@ class Fault(enum.Enum):
     NO_SLOT_BARRIER = "a half of dQ written without waiting for the sender"
     SENT_UNREAD = "a half of dQ given back before it is read"
     P_NOT_AWAITED = "P read without a wait"
+    NO_READ_BARRIER = "a late consumer writes dS without waiting for the reader of what lay there"
+    NO_LAST_TURN = "the first consumer keeps its last turn"
     ARRIVAL_TOO_MANY = "the empty barriers of Q want one arrival too many"
 
 
@@ -49,6 +51,8 @@ class Protocol:
     do_stages: int = 2
     split: Split = Split.KEYS
     sender: bool = False
+    late: bool = False
+    turns: bool = False
     fault: Fault | None = None
 
 
@@ -68,12 +72,16 @@ class Shared:
         self.probabilities = v.add("P", NOTHING)
         self.slots = [v.add(f"dQ half {w}", NOTHING) for w in range(CONSUMERS)]
         self.scores_done, self.keys_read, self.p_ready = (v.add(name) for name in ("dS written", "keys read", "P written"))
+        self.written = [[v.add(f"dS{i} of {w} written") for i in range(2)] for w in range(CONSUMERS)]
+        self.was_read = [[v.add(f"dS{i} read by {w}") for i in range(2)] for w in range(CONSUMERS)]
+        self.turn = [v.add(f"turn {w}") for w in range(CONSUMERS)]
         self.free = [v.add(f"half {w} free") for w in range(CONSUMERS)]
         self.full = [v.add(f"half {w} full") for w in range(CONSUMERS)]
 
     def barriers(self) -> list[int]:
         pipes = [self.q, self.do, self.k, *self.v]
-        named = [self.scores_done, self.keys_read, self.p_ready, *self.free, *self.full]
+        named = [self.scores_done, self.keys_read, self.p_ready, *self.free, *self.full, *self.turn]
+        named += [at for stages in self.written + self.was_read for at in stages]
         return [at for pipe in pipes for at in pipe.full] + named
 
 
@@ -187,6 +195,76 @@ class Consumer(Program):
         self.step(Op.PUT, self.shared.k.content[0], GRADIENT)
 
 
+class LateConsumer(Consumer):
+    """backward_consumer.LateConsumer. Block −1 is the one that was cleared."""
+
+    def __init__(self, p: Protocol, shared: Shared, me: int):
+        self.used: dict[int, int] = {}
+        self.before = -1
+        super().__init__(p, shared, me)
+
+    def sync_named(self, barrier: int) -> None:
+        self.step(Op.ARRIVE, barrier, CONSUMERS)
+        self.step(Op.WAIT, barrier, self.used.get(barrier, 0) % 2)
+        self.passed(barrier)
+
+    def arrive(self, barrier: int) -> None:
+        self.step(Op.ARRIVE, barrier, CONSUMERS)
+        self.passed(barrier)
+
+    def passed(self, barrier: int) -> None:
+        self.used[barrier] = self.used.get(barrier, 0) + 1
+
+    def read_barrier(self, who: int, n: int) -> int:
+        return self.shared.was_read[who][n % 2]
+
+    def block(self) -> None:
+        s = self.shared
+        if self.n == 0:
+            self.first_steps()
+        q, do = self.take(s.q), self.take(s.do)
+        self.groups += [(q, s.k.content[0]), (do, s.v[self.me].content[0])]
+        if self.p.turns:
+            self.arrive(s.turn[1 - self.me])
+        self.wait_groups(0)
+        if self.p.fault is not Fault.NO_READ_BARRIER:
+            self.sync_named(self.read_barrier(1 - self.me, self.n))
+        self.write_ds(self.me)
+        self.arrive(s.written[self.me][self.n % 2])
+        if self.p.turns:
+            self.sync_named(s.turn[self.me])
+        self.issue_late_dq(self.n - 1)
+        self.groups += [(do,), (q,)]
+        self.wait_groups(2)
+        self.arrive(self.read_barrier(self.me, self.n - 1))
+        self.wait_groups(0)
+        self.give_back()
+        if self.n == self.p.blocks - 1:
+            self.last_steps()
+
+    def first_steps(self) -> None:
+        s = self.shared
+        self.step(Op.PUT, s.ds[-1][self.me], -1)
+        self.arrive(s.written[self.me][1])
+        self.arrive(self.read_barrier(self.me, 0))
+        if self.p.turns and self.me == 1:
+            self.sync_named(s.turn[1])
+
+    def issue_late_dq(self, n: int) -> None:
+        s = self.shared
+        self.sync_named(s.written[1 - self.me][n % 2])
+        for half in s.ds[n % 2]:
+            self.step(Op.READ, half, n)
+        self.groups.append((*s.ds[n % 2], s.k.content[0]))
+
+    def last_steps(self) -> None:
+        if self.p.turns and self.me == 0 and self.p.fault is not Fault.NO_LAST_TURN:
+            self.arrive(self.shared.turn[1])
+        self.issue_late_dq(self.n)
+        self.wait_groups(0)
+        self.sync_named(self.read_barrier(1 - self.me, self.n + 1))
+
+
 class ScoreConsumer(Consumer):
     """backward_roles.ScoreConsumer."""
 
@@ -254,7 +332,8 @@ class GradientConsumer(ScoreConsumer):
 def check(p: Protocol, every_order: bool = False) -> int:
     """How many states there are. Raises Violation."""
     shared = Shared(p)
-    kinds = (Consumer, Consumer) if p.split is Split.KEYS else (ScoreConsumer, GradientConsumer)
+    by_keys = LateConsumer if p.late else Consumer
+    kinds = (by_keys, by_keys) if p.split is Split.KEYS else (ScoreConsumer, GradientConsumer)
     programs: list[Program] = [Producer(p, shared), *(kind(p, shared, me) for me, kind in enumerate(kinds))]
     if p.sender:
         programs.append(Sender(p, shared))

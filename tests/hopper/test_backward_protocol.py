@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.backward_configurations import BACKWARD
-from flash3.backends.hopper.backward_tiles import Split
+from flash3.backends.hopper.backward_tiles import DqTime, Split
+from flash3.backends.hopper.tiles import Turns
 
 from .backward_protocol import Fault, Protocol, check
 from .machine import Violation
@@ -20,7 +21,15 @@ ROLES_SENT = Protocol(blocks=3, split=Split.ROLES, sender=True, q_stages=1, do_s
 def protocols() -> set[Protocol]:
     """What differs among the configurations, with more blocks than a ring holds."""
     return {
-        Protocol(blocks=t.q_stages + 1, q_stages=t.q_stages, do_stages=t.do_stages, split=t.split, sender=t.has_sender)
+        Protocol(
+            blocks=t.q_stages + 1,
+            q_stages=t.q_stages,
+            do_stages=t.do_stages,
+            split=t.split,
+            sender=t.has_sender,
+            late=t.dq_time is DqTime.LATE,
+            turns=t.turns is Turns.PING_PONG,
+        )
         for _, t in BACKWARD.values()
     }
 
@@ -31,6 +40,8 @@ def test_configurations(p: Protocol) -> None:
     check(replace(p, blocks=0))
 
 
+LATE = Protocol(blocks=4, late=True)
+TURNS = Protocol(blocks=3, late=True, turns=True)
 FAULTS = [
     (Fault.Q_RELEASED_EARLY, replace(KEYS, q_stages=1), "overwrites"),
     (Fault.Q_RELEASED_EARLY, replace(ROLES, q_stages=1), "overwrites"),
@@ -43,6 +54,8 @@ FAULTS = [
     (Fault.NO_SLOT_BARRIER, SENT, "dQ half"),
     (Fault.SENT_UNREAD, SENT, "dQ half"),
     (Fault.P_NOT_AWAITED, ROLES, "P holds"),
+    (Fault.NO_READ_BARRIER, LATE, "dS"),
+    (Fault.NO_LAST_TURN, TURNS, "deadlock"),
     (Fault.ARRIVAL_TOO_MANY, replace(KEYS, q_stages=1), "deadlock"),
 ]
 

@@ -41,13 +41,13 @@ from cutlass.memory import SmemAllocator
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
 from .backward_barriers import BackwardBarrierId, sync_consumers
-from .backward_consumer import Consumer, StagedRowsRead, walk_tile
+from .backward_consumer import Consumer, LateConsumer, StagedRowsRead, walk_tile
 from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, produce, produce_next
 from .backward_operands import BackwardOperands
 from .backward_order import Turns
 from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_schedule import KeyDispatcher, KeyFollower
-from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Split
+from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, DqTime, Split
 from .dq import HandOver, RegisterReduction, Sender, send_all
 from .extents import extent_of
 from .fragments import LANES_PER_ROW
@@ -147,7 +147,7 @@ class Parts:
     def consumer(self) -> Consumer:
         K_dq, dS_dq = self.dq_operands()
         ds_copy, ds_to = self.ds_store()
-        return Consumer(
+        fields = dict(
             K=self.scores_a(self.buffers.K),
             V=self.scores_a(self.buffers.V),
             K_dq=K_dq,
@@ -169,6 +169,17 @@ class Parts:
             spec=self.spec,
             tiles=self.tiles,
         )
+        if self.tiles.dq_time is DqTime.AT_ONCE:
+            return Consumer(**fields)
+        return LateConsumer(**fields, me=self.me, late_record=Int32(0), ds_words=self.ds_words())
+
+    def ds_words(self):
+        """This thread's part of dS in shared memory, to clear it."""
+        fours = self.tiles.q * self.tiles.kv // 2 // (4 * 2 * roles.WARPGROUP_THREADS)
+        threads = 2 * roles.WARPGROUP_THREADS
+        place = (cute.recast_ptr(self.buffers.dS.iterator, dtype=Int32) + 4 * self.all_thread).align(16)
+        shape, stride = ((4, fours), self.tiles.ds_stages), ((1, 4 * threads), self.tiles.q * self.tiles.kv // 2)
+        return cute.make_tensor(place, cute.make_layout(shape, stride=stride))
 
     def half_of_dq(self) -> HalfOfDq:
         K, dS = self.dq_operands()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from . import roles
-from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Split
+from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, DqTime, Split
 from .budget import ALIGNMENT_BYTES, BARRIER_BYTES, SMEM_PER_BLOCK_BYTES, WORK_STAGES
+from .tiles import Turns
 
 WIDTHS = (32, 64, 96, 128, 192, 256)
 """Tile widths of value_dim, and, but for 96 and 192, of head_dim."""
@@ -89,6 +90,11 @@ def problems(spec: BackwardSpec, tiles: BackwardTiles) -> list[str]:
         found.append(f"rings need a stage, and that of dS two, got {tiles.q_stages}, {tiles.do_stages} and {tiles.ds_stages}")
     if tiles.persistent and (spec.is_ragged or by_roles or tiles.has_sender):
         found.append("persistent blocks need sequences of equal lengths, consumers that share keys, and dQ from registers")
+    late = tiles.dq_time is DqTime.LATE
+    if late and (by_roles or tiles.has_sender):
+        found.append("a late dQ needs consumers that share keys, and dQ from registers")
+    if tiles.turns is Turns.PING_PONG and not late:
+        found.append("turns need a late dQ: else the consumers go in step")
     if spec.deterministic and tiles.dq_path is not DqPath.ORDERED:
         found.append(f"a deterministic backward needs the ordered path of dQ, got {tiles.dq_path.value}")
     if found:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ...mask import MaskKind
 from ...problem import DType
 from ...sequences import SequenceKind
-from .tiles import DENSE, SequenceLayout
+from .tiles import DENSE, SequenceLayout, Turns
 
 KEYS_PER_CONSUMER = 64
 """Keys of one warpgroup: the M of Sᵀ = K·Qᵀ."""
@@ -22,6 +22,13 @@ class DqPath(enum.Enum):
     REGISTERS = "registers"  # 16-byte reductions right out of the accumulator
     SHARED = "shared"  # through shared memory and a sender warp, by bulk reduction
     ORDERED = "ordered"  # so, and the sender waits for its turn (backward_order): the same bits every time
+
+
+class DqTime(enum.Enum):
+    """When a block's dQ is computed."""
+
+    AT_ONCE = "at once"  # both consumers meet at a barrier once dS is written, and go in step
+    LATE = "late"  # beside dV and dK of the next block: the consumers may be half a block apart, one's softmax under the other's matmuls
 
 
 class Split(enum.Enum):
@@ -69,6 +76,8 @@ class BackwardTiles:
     ds_stages: int = 2
     kv_stages: int = 1
     dq_path: DqPath = DqPath.REGISTERS
+    dq_time: DqTime = DqTime.AT_ONCE
+    turns: Turns = Turns.FREE
     split: Split = Split.KEYS
 
     @property
