@@ -25,7 +25,7 @@ TMA_ALIGNMENT_BYTES = 16
 Kernel = Callable[..., None]
 
 
-def compiled(spec: ForwardSpec | BackwardSpec, tiles: Tiles | BackwardTiles) -> Kernel:
+def compiled(spec: ForwardSpec | BackwardSpec, tiles: Any) -> Kernel:
     """The kernel from the cache, compiled where it is not there yet. The compiler is imported when first needed."""
     from . import backward_compile, compile
 

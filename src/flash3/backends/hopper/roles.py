@@ -6,7 +6,18 @@ one step more and the instruction waits for ever. The table keeps that sum; `bud
 
 from __future__ import annotations
 
-from .tiles import Tiles
+from typing import Protocol
+
+
+class Warpgroups(Protocol):
+    """What tiles say of them."""
+
+    @property
+    def consumers(self) -> int: ...
+
+    @property
+    def blocks_per_sm(self) -> int: ...
+
 
 PRODUCER_WARPGROUP = 0
 FIRST_CONSUMER_WARPGROUP = 1
@@ -22,18 +33,18 @@ _REGISTERS = {
 }
 
 
-def is_known(tiles: Tiles) -> bool:
+def is_known(tiles: Warpgroups) -> bool:
     """Whether there is a split of the registers for this many warpgroups."""
     return (tiles.consumers, tiles.blocks_per_sm) in _REGISTERS
 
 
-def entry_registers(tiles: Tiles) -> int:
+def entry_registers(tiles: Warpgroups) -> int:
     return _REGISTERS[tiles.consumers, tiles.blocks_per_sm][0]
 
 
-def producer_registers(tiles: Tiles) -> int:
+def producer_registers(tiles: Warpgroups) -> int:
     return _REGISTERS[tiles.consumers, tiles.blocks_per_sm][1]
 
 
-def consumer_registers(tiles: Tiles) -> int:
+def consumer_registers(tiles: Warpgroups) -> int:
     return _REGISTERS[tiles.consumers, tiles.blocks_per_sm][2]
