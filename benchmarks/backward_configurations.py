@@ -34,12 +34,16 @@ def _dense() -> None:
     for width in (64, 128):
         spec, tiles = BACKWARD[f"backward_{width}_full"]
         _add(f"backward_{width}_full_shared", spec, replace(tiles, dq_path=DqPath.SHARED, kv_stages=1))
-        _add(f"backward_{width}_full_single", spec, replace(tiles, kv_stages=1))
         for mask in (FULL, CAUSAL):
             spec, tiles = BACKWARD[f"backward_{width}_{mask.value}"]
-            late = replace(tiles, dq_time=DqTime.LATE)
+            single = replace(tiles, kv_stages=1)
+            late = replace(single, dq_time=DqTime.LATE)
+            turns = replace(late, turns=Turns.PING_PONG)
             _add(f"backward_{width}_{mask.value}_late", spec, late)
-            _add(f"backward_{width}_{mask.value}_turns", spec, replace(late, turns=Turns.PING_PONG))
+            _add(f"backward_{width}_{mask.value}_turns", spec, turns)
+            if width == 128:
+                _add(f"backward_{width}_{mask.value}_single", spec, single)
+                _add(f"backward_{width}_{mask.value}_turns_persistent", spec, replace(turns, kv_stages=2))
 
 
 def _features() -> None:

@@ -502,4 +502,5 @@ class BackwardKernel:
             ),
             StagedLoad(ops.k.atom, ops.k.tma_tensor, buffers.K, k_in, k_tile, spec.k_layout),
             StagedLoad(ops.v.atom, ops.v.tma_tensor, buffers.V, v_in, v_tile, spec.k_layout),
+            spec,
         )

@@ -31,7 +31,8 @@ def choose(spec: BackwardSpec) -> BackwardTiles:
     if spec.qk_width == WIDEST:
         stages = 1 if spec.deterministic else 2  # the float32 dQ takes 64 KB
         return BackwardTiles(q=64, kv=KEYS_PER_CONSUMER, split=Split.ROLES, dq_path=path, q_stages=stages, do_stages=stages)
-    persistent = not spec.deterministic and not spec.is_ragged
+    # at width 64 two consumers have no registers for what a persistent block must remember
+    persistent = spec.qk_width == WIDE and not spec.deterministic and not spec.is_ragged
     return BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path, kv_stages=2 if persistent else 1)
 
 

@@ -43,14 +43,6 @@ class StagedRowsLoad(StagedLoad):
 
 
 @dataclass
-class Loads:
-    q: StagedRowsLoad
-    do: StagedRowsLoad
-    k: StagedLoad
-    v: StagedLoad
-
-
-@dataclass
 class KeyTile:
     """What a block works on."""
 
@@ -63,6 +55,39 @@ class KeyTile:
     q_blocks: Int32  # records from a head to the next
 
 
+@dataclass
+class Loads:
+    q: StagedRowsLoad
+    do: StagedRowsLoad
+    k: StagedLoad
+    v: StagedLoad
+    spec: cutlass.Constexpr[BackwardSpec]
+
+    @cute.jit
+    def load_keys(self, tile: KeyTile):
+        self.k.load(tile.kv_block, tile.kv_head, tile.k)
+        self.v.load(tile.kv_block, tile.kv_head, tile.k)
+
+    @cute.jit
+    def load_queries(self, tile: KeyTile, head: Int32, block: Int32):
+        """Q and dO of a block, of one of the key head's query heads."""
+        q_head, record = tile.kv_head * self.spec.heads_per_kv + head, tile.record + head * tile.q_blocks + block
+        self.q.load_with_rows(block, q_head, tile.q, record)
+        self.do.load_with_rows(block, q_head, tile.q, record)
+
+
+@cute.jit
+def produce(
+    load: Loads, tile: KeyTile, blocks: QueryBlocks, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles]
+):
+    """Loads of one work tile, in the order in which they are read."""
+    load.load_keys(tile)
+    for head in cutlass.range(spec.heads_per_kv, unroll=1):
+        for i in cutlass.range(blocks.count(), unroll=1):
+            load.load_queries(tile, head, block_at(blocks, i, spec, tiles, cutlass.min, cutlass.max))
+    return load
+
+
 @cute.jit
 def produce_next(
     load: Loads,
@@ -72,28 +97,17 @@ def produce_next(
     spec: cutlass.Constexpr[BackwardSpec],
     tiles: cutlass.Constexpr[BackwardTiles],
 ):
-    """Loads of one of many tiles; the ticket for the next one is taken on the way."""
-    work.prefetch()
-    return produce(load, tile, blocks, spec, tiles), work
-
-
-@cute.jit
-def produce(
-    load: Loads, tile: KeyTile, blocks: QueryBlocks, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles]
-):
-    """Loads of one work tile, in the order in which they are read."""
-    count = blocks.count()
-    head, record = tile.kv_head * spec.heads_per_kv, tile.record
-    load.k.load(tile.kv_block, tile.kv_head, tile.k)
-    load.v.load(tile.kv_block, tile.kv_head, tile.k)
-    for _ in cutlass.range(spec.heads_per_kv, unroll=1):
-        for i in cutlass.range(count, unroll=1):
-            block = block_at(blocks, i, spec, tiles, cutlass.min, cutlass.max)
-            load.q.load_with_rows(block, head, tile.q, record + block)
-            load.do.load_with_rows(block, head, tile.q, record + block)
-        head = head + 1
-        record = record + tile.q_blocks
-    return load
+    """Loads of one of many tiles. The ticket for the next one is taken before the last of them, so that it is there in time, and no
+    earlier: a block with a long tile must not sit on a reserved one."""
+    load.load_keys(tile)
+    for head in cutlass.range(spec.heads_per_kv, unroll=1):
+        for i in cutlass.range(blocks.count(), unroll=1):
+            if head == spec.heads_per_kv - 1 and i == blocks.count() - 1:
+                work.prefetch()
+            load.load_queries(tile, head, blocks.first + i)
+    if blocks.count() == 0:
+        work.prefetch()
+    return load, work
 
 
 @dataclass
