@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flash3.backends.base import Refusal, Support
-from flash3.backends.hopper import launch
+from flash3.backends.hopper import backward_launch, launch
+from flash3.backends.hopper.backward_tiles import BackwardTiles
 from flash3.backends.hopper.plan import HopperBackend, gathered
 from flash3.backends.hopper.tiles import ForwardSpec, ScaleSign, SequenceLayout, Tiles
 from flash3.mask import UNBOUNDED, Mask, MaskKind
@@ -69,6 +70,7 @@ def test_supported(r: Request) -> None:
         (request(DType.FP32), "float32"),
         (request(DType.E4M3), "float8_e4m3fn"),
         (request(task=Task.BACKWARD, out_dtype=DType.FP32), "inputs' dtype"),
+        (request(task=Task.BACKWARD, q=info(1, 8, 65536, 128), k=info(1, 8, 1, 128), v=info(1, 8, 1, 128)), "65535"),
         (
             request(
                 task=Task.BACKWARD,
@@ -166,3 +168,24 @@ def test_head_dims_of_one_width_share_a_kernel() -> None:
     (spec,) = specs
     assert isinstance(spec, ForwardSpec)
     assert (spec.qk_width, spec.mask_kind, spec.heads_per_kv) == (96, MaskKind.CAUSAL, 4)
+
+
+def test_numbers_of_a_backward() -> None:
+    """The scale goes along with its sign; a softcap's factor takes its place in the exponent."""
+    p = Problem.of(request(task=Task.BACKWARD, scale=-0.5, mask=Mask(left=7, q_offset=3)))
+    numbers = backward_launch.numbers(p.sizes, p.mask, 132)
+    assert numbers[:3] == (-0.5, pytest.approx(-0.5 * math.log2(math.e)), 0.0)
+    assert numbers[3:] == (7, UNBOUNDED, UNBOUNDED, 3, 0, 0, 132)
+    p = Problem.of(request(task=Task.BACKWARD, scale=-0.5, softcap=10.0))
+    scale, scale_log2, tanh_scale, *_ = backward_launch.numbers(p.sizes, p.mask, 132)
+    assert (scale, scale_log2) == (-0.5, pytest.approx(10 * math.log2(math.e)))
+    assert tanh_scale == pytest.approx(2 * math.log2(math.e) * -0.05)
+
+
+def test_a_backward_plan_has_tiles_for_its_widths() -> None:
+    backend = HopperBackend()
+    for d, dv, q, kv in ((64, 64, 128, 128), (96, 128, 64, 128), (192, 128, 64, 64)):
+        tiles = backend.plan(Problem.of(request(task=Task.BACKWARD, d=d, dv=dv))).tiles
+        assert (tiles.q, tiles.kv) == (q, kv)
+    with pytest.raises(ValueError, match="queries and keys"):
+        backend.plan(Problem.of(request(task=Task.BACKWARD, d=64, dv=64)), BackwardTiles(q=64))

@@ -16,6 +16,8 @@ from . import backward_launch
 from .backward_tiles import BackwardSpec, BackwardTiles, statistics_words
 from .tiles import SequenceLayout
 
+MOST_HEADS = 65535
+"""The second dimension of a grid."""
 Kernel = Callable[..., None]
 Layouts = tuple[SequenceLayout, SequenceLayout]
 
@@ -28,6 +30,8 @@ def unsupported(problem: Problem) -> list[str]:
         found.append(f"its backward takes outputs of the inputs' dtype, got {spec.out_dtype.value} for {spec.dtype.value}")
     if spec.k_sequences is SequenceKind.PAGED:
         found.append("its backward has no paged keys")
+    if problem.sizes.heads_q > MOST_HEADS:
+        found.append(f"its backward has up to {MOST_HEADS} query heads, got {problem.sizes.heads_q}")
     return found
 
 
