@@ -33,9 +33,9 @@ from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
 from . import budget, roles, storage
-from .barriers import NoTurn, Turn
+from .barriers import NoTurn, Turn, any_above
 from .extents import Extent, loadable, rows_view, sequence_arrays
-from .fragments import LANES_PER_ROW, ROWS_PER_THREAD, accumulator, convert
+from .fragments import LANES_PER_ROW, ROWS_PER_THREAD, accumulator, convert, rescale, scale_rows
 from .keyblocks import KeyBlocks, TileBlocks, Walk, consumers_part
 from .masking import FragmentMask, bounds_of
 from .matmul import issue, wait_matmuls
@@ -43,9 +43,9 @@ from .operands import Arrays, MaskNumbers, Numbers, Operands, Sizes
 from .pipes import StagedLoad, StagedRead, tma_pipe, work_pipe
 from .queries import make_queries
 from .schedule import Dispatcher, Follower, Position, WorkTile
-from .softmax import LOG2_E, OnlineSoftmax, ScoreMap, SteadySoftmax
+from .softmax import LOG2_E, TOLERANCE_LOG2, TRUSTED_SUM, OnlineSoftmax, ScoreMap
 from .store import OutputStore
-from .tiles import ROWS_PER_CONSUMER, FirstBlock, ForwardSpec, Maximum, Overlap, Rescale, Tiles, Turns
+from .tiles import ROWS_PER_CONSUMER, FirstBlock, ForwardSpec, Overlap, Tiles, Turns
 
 
 @dataclass
@@ -73,25 +73,53 @@ class Consumer:
         S = cute.make_rmem_tensor(self.tiles.kv // 2, Float32)
         k = self.keys.wait()
         for part in cutlass.range_constexpr(self.tiles.parts):
-            issue(
-                self.qk, self.part_of(S, part), self.queries.fragment, self.keys.operand[part][None, None, None, k.index], accumulate=False
-            )
+            self.issue_part(S, part, k)
         return S, k
+
+    @cute.jit
+    def issue_part(self, S: cute.Tensor, part: cutlass.Constexpr[int], k):
+        keys = self.keys.operand[part][None, None, None, k.index]
+        issue(self.qk, self.part_of(S, part), self.queries.fragment, keys, accumulate=False)
 
     def part_of(self, S: cute.Tensor, part: int):
         keys = self.tiles.kv // self.tiles.parts
         return accumulator(S, part * keys, keys)
 
     @cute.jit
-    def weigh_part(self, S: cute.Tensor, part: cutlass.Constexpr[int], block: Int32, masked: cutlass.Constexpr[bool]):
-        """Scores of one part of the keys become P."""
-        first_key = part * (self.tiles.kv // self.tiles.parts)
-        scores = self.part_of(S, part)
+    def weigh_masked(self, S: cute.Tensor, k, block: Int32, beside: cutlass.Constexpr[int]):
+        """S becomes P by its maximum; returns what O is to be multiplied by. `beside`: groups of matmuls that go on meanwhile."""
+        wait_matmuls(beside)
+        k.release()
+        scores = accumulator(S, 0, self.tiles.kv)
         self.scores.apply(scores)
-        if const_expr(masked):
-            self.mask.apply(scores, block * self.tiles.kv + first_key)
-        last = part == self.tiles.parts - 1
-        self.softmax.update(scores, accumulator(S, 0, first_key) if const_expr(part > 0) else None, self.tiles.hold if last else 0, masked)
+        self.mask.apply(scores, block * self.tiles.kv)
+        return self.softmax.update(scores, TOLERANCE_LOG2, self.tiles.hold)
+
+    @cute.jit
+    def weigh(self, S: cute.Tensor, beside: cutlass.Constexpr[int]):
+        """S becomes P with the maximum that there is; returns the rows' sums."""
+        sums = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        sums.fill(0.0)
+        for part in cutlass.range_constexpr(self.tiles.parts):
+            wait_matmuls(self.tiles.parts - 1 - part + beside)
+            scores = self.part_of(S, part)
+            self.scores.apply(scores)
+            self.softmax.trust(scores, sums, self.tiles.hold if part == self.tiles.parts - 1 else 0)
+        return sums
+
+    @cute.jit
+    def settle(self, S: cute.Tensor, k, sums: cute.Tensor):
+        """Where a sum of the consumer's rows tells that scores have outgrown their maximum, the block is taken again. Nothing is in flight."""
+        if any_above(self.turn.me, sums[0] + sums[1], TRUSTED_SUM):
+            for part in cutlass.range_constexpr(self.tiles.parts):
+                self.issue_part(S, part, k)
+            wait_matmuls(0)
+            scores = accumulator(S, 0, self.tiles.kv)
+            self.scores.apply(scores)
+            scale_rows(self.O, self.softmax.update(scores, 0.0, 0))
+        else:
+            self.softmax.accept(sums)
+        k.release()
 
     @cute.jit
     def issue_output(self):
@@ -134,21 +162,22 @@ class Consumer:
     def next_block(self, block: Int32, masked: cutlass.Constexpr[bool]):
         self.turn.take()
         S, k = self.issue_scores()  # S = Q·K_jᵀ, in the background
-        if const_expr(self.tiles.rescale is Rescale.BEFORE_PV):
-            self.softmax.rescale(self.O)
         v = self.issue_output()  # O += P_{j−1}·V_{j−1}, queued behind it
         self.turn.pass_on()
-        self.softmax.settle()
-        for part in cutlass.range_constexpr(self.tiles.parts):
-            wait_matmuls(self.tiles.parts - part)
-            if const_expr(part == self.tiles.parts - 1):
-                k.release()
-            self.weigh_part(S, part, block, masked)  # under P·V
+        if const_expr(masked):
+            alpha = self.weigh_masked(S, k, block, beside=1)  # under P·V
+            self.output_done(v)
+            rescale(self.O, alpha)
+        else:
+            sums = self.weigh(S, beside=1)
+            self.output_done(v)
+            self.settle(S, k, sums)
+        convert(S, self.P)
+
+    @cute.jit
+    def output_done(self, v):
         wait_matmuls(0)
         v.release()
-        convert(S, self.P)
-        if const_expr(self.tiles.rescale is Rescale.AFTER_PV):
-            self.softmax.rescale(self.O)
 
     @cute.jit
     def pass_over(self):
@@ -158,11 +187,7 @@ class Consumer:
 
     @cute.jit
     def last_output(self):
-        if const_expr(self.tiles.rescale is Rescale.BEFORE_PV):
-            self.softmax.rescale(self.O)
-        v = self.issue_output()
-        wait_matmuls(0)
-        v.release()
+        self.output_done(self.issue_output())
 
 
 @dataclass
@@ -182,22 +207,18 @@ class InOrderConsumer(Consumer):
     @cute.jit
     def add_output(self):
         self.turn.take()
-        v = self.issue_output()
-        wait_matmuls(0)
-        v.release()
+        self.output_done(self.issue_output())
 
     @cute.jit
     def next_block(self, block: Int32, masked: cutlass.Constexpr[bool]):
         S, k = self.issue_scores()
         self.turn.pass_on()
-        self.softmax.settle()
-        for part in cutlass.range_constexpr(self.tiles.parts):
-            wait_matmuls(self.tiles.parts - 1 - part)
-            if const_expr(part == self.tiles.parts - 1):
-                k.release()
-            self.weigh_part(S, part, block, masked)
+        if const_expr(masked):
+            rescale(self.O, self.weigh_masked(S, k, block, beside=0))
+        else:
+            sums = self.weigh(S, beside=0)
+            self.settle(S, k, sums)
         convert(S, self.P)
-        self.softmax.rescale(self.O)
         self.add_output()
 
     @cute.jit
@@ -422,14 +443,13 @@ class Forward:
             left_qk = storage.scores_mma(spec, tiles, tiles.kv // 2)
             left_keys = operand(left_qk, sK, spec, tiles.kv // 2, 0, thread)
         kind = {Overlap.SOFTMAX_UNDER_PV: Consumer, Overlap.IN_ORDER: InOrderConsumer}[tiles.overlap]
-        softmax = {Maximum.EVERY_BLOCK: OnlineSoftmax, Maximum.STEADY: SteadySoftmax}[tiles.maximum]
         turn = {Turns.PING_PONG: Turn, Turns.FREE: NoTurn}[tiles.turns]
         c = kind(
             queries=make_queries(qk, sQ, q_out, thread, spec, tiles),
             keys=StagedRead(tuple(keys), k_out),
             values=StagedRead(pv.make_fragment_B(o_part.partition_B(sVt)), v_out),
             scores=ScoreMap(ops.tanh_scale, spec),
-            softmax=softmax(stats(), stats(), stats(), Boolean(False), ops.scale_log2, spec, tiles),
+            softmax=OnlineSoftmax(stats(), stats(), ops.scale_log2, spec, tiles),
             turn=turn(me, (me + 1) % tiles.consumers),
             mask=FragmentMask(
                 first_row,
