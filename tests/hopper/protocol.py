@@ -82,7 +82,7 @@ class Shared:
         for i in range(1 + arrivals):
             v.add(f"actor {i}")
         wrong = {Fault.ARRIVAL_TOO_FEW: -1, Fault.ARRIVAL_TOO_MANY: 1}.get(p.fault, 0) if p.fault else 0
-        self.q = Pipe(v, "Q", 1, arrivals)
+        self.q = Pipe(v, "Q", p.consumers, p.warps)
         self.k = Pipe(v, "K", p.stages, arrivals + wrong)
         self.v = Pipe(v, "V", p.stages, arrivals)
         self.box = Pipe(v, "box", p.slots, arrivals)
@@ -103,18 +103,25 @@ class Producer(Program):
         self.loads = dict.fromkeys((shared.q, shared.k, shared.v), 0)
         self.send(0)
         for tile, ways in enumerate(p.walks):
-            self.load(shared.q)
-            for _ in range(sum(ways[0]) - 1):
+            keys_first = p.query_source is QuerySource.SHARED
+            if keys_first:
                 self.load(shared.k)
+            for _ in range(p.consumers):
+                self.load(shared.q)
+            if not keys_first:
+                self.load(shared.k)
+            for _ in range(sum(ways[0]) - 1):
                 self.load(shared.v)
-            self.load(shared.k)
+                self.load(shared.k)
             self.step(Op.TICKET, shared.counter, tile)
             self.load(shared.v)
             self.send(tile + 1)
         self.step(Op.RESET, shared.counter, len(p.walks))
         if p.fault is not Fault.NO_TAIL:
-            for pipe in (shared.k, shared.v, shared.q):  # the stage filled last, as if for its next load
+            for pipe in (shared.k, shared.v):  # the stage filled last, as if for its next load
                 self.acquire(pipe, self.loads[pipe] + pipe.stages - 1)
+            for stage in range(p.consumers):  # each is another consumer's
+                self.acquire(shared.q, self.loads[shared.q] + stage)
         self.step(Op.LEAVE_STAGES)
 
     def send(self, slot: int) -> None:
@@ -221,9 +228,9 @@ class Consumer(Program):
             self.block, self.output_block = self.block + 1, self.output_block + 1
 
     def take_queries(self) -> None:
-        self.wait(self.shared.q, self.tile)
+        self.wait(self.shared.q, self.my_queries())
         self.has_queries = True
-        self.queries = self.read(self.shared.q, self.tile)
+        self.queries = self.read(self.shared.q, self.my_queries())
         if self.p.query_source is QuerySource.REGISTERS:
             self.groups.append((self.queries,))  # ldmatrix, until the first matmul is over
             if self.p.fault is Fault.Q_RELEASED_AFTER_LDMATRIX:
@@ -231,8 +238,12 @@ class Consumer(Program):
 
     def release_queries(self) -> None:
         if self.has_queries:
-            self.release(self.shared.q, self.tile)
+            self.release(self.shared.q, self.my_queries())
         self.has_queries = False
+
+    def my_queries(self) -> int:
+        """Which load of Q: one for each consumer in every tile."""
+        return self.tile * self.p.consumers + self.me
 
     def issue_scores(self) -> None:
         self.wait(self.shared.k, self.block)

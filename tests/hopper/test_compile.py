@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.configurations import CONFIGURATIONS
 from flash3.backends.hopper import roles
-from flash3.backends.hopper.tiles import FirstBlock, Maximum, QuerySource, ScaleSign, Turns
+from flash3.backends.hopper.tiles import FirstBlock, QuerySource, ScaleSign, Turns
 from flash3.mask import MaskKind
 
 pytest.importorskip("cutlass")
@@ -89,8 +89,6 @@ def test_the_list_covers_every_choice() -> None:
     assert {t.query_source for t in tiles} == set(QuerySource)
     assert {t.overlap for t in tiles} == set(type(tiles[0].overlap))
     assert {t.first_block for t in tiles} == set(FirstBlock)
-    assert {t.maximum for t in tiles} == set(Maximum)
-    assert {t.rescale for t in tiles} == set(type(tiles[0].rescale))
     assert {s.qk_width for s in specs} == {32, 64, 96, 128, 192, 256}
     assert set(INTERIOR) <= set(CONFIGURATIONS)
     assert set(ALWAYS) <= set(CONFIGURATIONS)

@@ -30,20 +30,20 @@ def choose(spec: ForwardSpec, k_len: int) -> Tiles:
     if widest > 128:
         return replace(tiles, hold=60)
     if spec.mask_kind is MaskKind.FULL or tiles.kv % 32:
-        return replace(tiles, hold=20)
+        return replace(tiles, hold=30)
     return replace(tiles, parts=2, first_block=FirstBlock.HALF, hold=50)
 
 
 def _narrow(spec: ForwardSpec, k_len: int) -> Tiles:
-    """At width 64 the softmax's latency counts: more and smaller warpgroups."""
+    """At width 64 the softmax's latency counts: four consumers, until at long lengths the power limit asks for fewer bytes per FLOP. Where
+    sequences may be short, tiles of 256 rows would be mostly empty."""
     full = spec.mask_kind is MaskKind.FULL
-    if full and k_len > 4096:
+    if spec.is_ragged or (full and k_len > 4096):
         return replace(_largest(spec, consumers=3, most_kv=96), hold=60)
-    if full:
-        four = Tiles(q=256, kv=48, stages=MOST_STAGES, o_columns=spec.v_width, hold=60)
-    else:
-        four = Tiles(q=256, kv=64, stages=MOST_STAGES, o_columns=spec.v_width, query_source=QuerySource.SHARED, hold=60)
-    return _many(spec, four)
+    if full and k_len <= 512:
+        return _many(spec, Tiles(q=256, kv=48, stages=MOST_STAGES, o_columns=spec.v_width, hold=30))
+    shared = QuerySource.SHARED
+    return _many(spec, Tiles(q=256, kv=64, stages=MOST_STAGES, o_columns=spec.v_width, query_source=shared, hold=60))
 
 
 def _many(spec: ForwardSpec, tiles: Tiles) -> Tiles:

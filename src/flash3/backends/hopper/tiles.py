@@ -112,7 +112,6 @@ class Tiles:
     query_source: QuerySource = QuerySource.REGISTERS
     overlap: Overlap = Overlap.SOFTMAX_UNDER_PV
     turns: Turns = Turns.FREE
-    blocks_per_sm: int = 1
     parts: int = 1
     hold: int = 0
     first_block: FirstBlock = FirstBlock.WHOLE
