@@ -30,7 +30,7 @@ from dataclasses import dataclass, fields, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
@@ -111,7 +111,7 @@ class Consumer:
 
     @cute.jit
     def settle(self, S: cute.Tensor, k, sums: cute.Tensor):
-        """Where a sum of the consumer's rows tells that scores have outgrown their maximum, the block is taken again. Nothing is in flight."""
+        """Where some row's sum tells that scores have outgrown its maximum, the block is taken again. Nothing is in flight."""
         if any_above(self.turn.me, sums[0] + sums[1], TRUSTED_SUM):
             for part in cutlass.range_constexpr(self.tiles.parts):
                 self.issue_part(S, part, k)
@@ -359,7 +359,9 @@ class Forward:
             if warp == 0:
                 rows_of_q = cute.local_tile(sQ, (ROWS_PER_CONSUMER, spec.qk_width), (None, 0, 0))
                 load = Loads(
-                    StagedLoad(ops.q.atom, ops.q.tma_tensor, rows_of_q, q_pipe.make_producer(), (ROWS_PER_CONSUMER, spec.qk_width), spec.q_layout),
+                    StagedLoad(
+                        ops.q.atom, ops.q.tma_tensor, rows_of_q, q_pipe.make_producer(), (ROWS_PER_CONSUMER, spec.qk_width), spec.q_layout
+                    ),
                     StagedLoad(ops.k.atom, ops.k.tma_tensor, sK, k_pipe.make_producer(), (tiles.kv, spec.qk_width), spec.k_layout),
                     StagedLoad(ops.v.atom, ops.v.tma_tensor, sV, v_pipe.make_producer(), (tiles.kv, spec.v_width), spec.k_layout),
                 )

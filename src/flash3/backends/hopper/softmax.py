@@ -57,6 +57,13 @@ def row_max(rows, r: int):
     return cute.arch.fmax(cute.arch.fmax(part[0], part[1]), cute.arch.fmax(part[2], part[3]))
 
 
+def total_of(terms):
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
 def hold_waits(x):
     """Keep ptxas from moving the next wait for a matmul above the computation of x, which is never negative: a store that never happens.
 
@@ -120,15 +127,16 @@ class OnlineSoftmax:
     def exponentials(self, rows: cute.Tensor, sums: cute.Tensor, hold: cutlass.Constexpr[int]):
         """Exponents become P. The next wait for a matmul comes after `hold` percent of them."""
         n = cute.size(rows, mode=[1])
+        rows_before = []
         for r in cutlass.range_constexpr(cute.size(self.shift)):
             part = [Float32(0.0), Float32(0.0)]
             for c in cutlass.range_constexpr(n):
                 rows[r, c] = cute.math.exp2(rows[r, c], fastmath=True)
                 part[c % 2] = part[c % 2] + rows[r, c] if const_expr(c > 1) else rows[r, c]
                 if const_expr(r * n + c + 1 == cute.size(rows) * hold // 100):
-                    hold_waits(part[0] + part[1] if const_expr(r == 0) else before + part[0] + part[1])
-            before = part[0] + part[1]
-            sums[r] = sums[r] + before
+                    hold_waits(total_of([*rows_before, *part]))
+            rows_before = [part[0] + part[1]]
+            sums[r] = sums[r] + rows_before[0]
 
     @cute.jit
     def finish(self, sink_log2: Float32, has_sink: cutlass.Constexpr[bool]):
