@@ -357,11 +357,10 @@ class Forward:
         if warpgroup == roles.PRODUCER_WARPGROUP:
             cute.arch.setmaxregister_decrease(roles.producer_registers(tiles))
             if warp == 0:
-                rows_of_q = cute.local_tile(sQ, (ROWS_PER_CONSUMER, spec.qk_width), (None, 0, 0))
+                shape = (ROWS_PER_CONSUMER, spec.qk_width)
+                rows = cute.local_tile(sQ, shape, (None, 0, 0))
                 load = Loads(
-                    StagedLoad(
-                        ops.q.atom, ops.q.tma_tensor, rows_of_q, q_pipe.make_producer(), (ROWS_PER_CONSUMER, spec.qk_width), spec.q_layout
-                    ),
+                    StagedLoad(ops.q.atom, ops.q.tma_tensor, rows, q_pipe.make_producer(), shape, spec.q_layout),
                     StagedLoad(ops.k.atom, ops.k.tma_tensor, sK, k_pipe.make_producer(), (tiles.kv, spec.qk_width), spec.k_layout),
                     StagedLoad(ops.v.atom, ops.v.tma_tensor, sV, v_pipe.make_producer(), (tiles.kv, spec.v_width), spec.k_layout),
                 )
