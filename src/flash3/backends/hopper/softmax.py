@@ -65,11 +65,13 @@ def total_of(terms):
 
 
 def hold_waits(x):
-    """Keep ptxas from moving the next wait for a matmul above the computation of x, which is never negative: a store that never happens.
+    """Keep ptxas from moving the next wait for a matmul above the computation of x: a store that never happens, since no sum has the bits
+    −1 (a NaN that arithmetic makes is 0x7fffffff). A comparison as a float will not do: x may be inf, and that it is not negative ptxas knows.
 
     wait_group has no operands, so ptxas puts it where it likes; with luck below the exponentials, else P·V no longer hides them."""
     cute.arch.inline_ptx(
-        "{ .reg .pred p; .reg .u32 a; mov.u32 a, 0; setp.lt.f32 p, {$r0}, 0fBF800000; @p st.shared.f32 [a], {$r0}; }", read_only_args=[x]
+        "{ .reg .pred p; .reg .b32 a, x; mov.b32 a, 0; mov.b32 x, {$r0}; setp.eq.s32 p, x, -1; @p st.shared.b32 [a], x; }",
+        read_only_args=[x],
     )
 
 
