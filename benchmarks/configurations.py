@@ -93,11 +93,24 @@ def _ragged() -> None:
     _add("128_chunk_packed_partial", _spec(128, CHUNK, q_layout=PACKED, k_layout=PADDED_LEFT, out_dtype=DType.FP32))
 
 
+def _shared() -> None:
+    """Query heads that share a tile: what few queries take."""
+    spec, tiles = CONFIGURATIONS["128_causal_gqa"]
+    _add("128_causal_shared", spec, replace(tiles, heads=4))
+    spec, tiles = CONFIGURATIONS["64_window_sink"]
+    packed = replace(spec, q_layout=PACKED, k_layout=PACKED)
+    _add("64_window_packed_shared", packed, replace(heuristics.choose(packed, SHORT), heads=8))
+    left = SequenceLayout(kind=SequenceKind.PADDED, leftpad=True)
+    padded = _spec(128, CAUSAL, q_layout=left, k_layout=PADDED_LEFT, heads_per_kv=48, sink=True)
+    _add("128_causal_padded_shared", padded, replace(heuristics.choose(padded, LONG), heads=16))
+
+
 _dense()
 _alternatives()
 _masks()
 _features()
 _ragged()
+_shared()
 
 
 def name_of(spec: ForwardSpec, tiles: Tiles) -> str:

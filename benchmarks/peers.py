@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Run = Callable[[], Any]
-Peer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Run]
+Peer = Callable[..., Run]
+"""(q, k, v, causal) → Run."""
 
 
 def sdpa(backend: SDPBackend) -> Peer:
@@ -31,16 +32,21 @@ def sdpa(backend: SDPBackend) -> Peer:
 
 
 def fa3(library: str) -> Peer:
-    """FlashAttention-3's C++ kernels out of a shared library with the operator sgl_kernel::fwd, whose arguments go by position."""
+    """FlashAttention-3's C++ kernels out of a shared library with the operator sgl_kernel::fwd, whose arguments go by position.
+
+    Beyond a Peer: `left`, the width of a window, and the operator's optional arguments by name (cu_seqlens_q, max_seqlen_q, …).
+    """
     torch.ops.load_library(library)
     operator = torch.ops.sgl_kernel.fwd.default
     names = [argument.name for argument in operator._schema.arguments]
-    optional = [None] * (names.index("softmax_scale") - 3)  # between v and the scale: caches, lengths, pages, rotary, descales
+    optional = names[3 : names.index("softmax_scale")]  # between v and the scale: caches, lengths, pages, rotary, descales
 
-    def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Run:
+    def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, left: int = -1, **given: object) -> Run:
+        if unknown := given.keys() - set(optional):
+            raise ValueError(f"the operator has no arguments {sorted(unknown)}; it has {optional}")
         # softmax_scale, causal, window ×2, chunk, softcap, rotary interleaved, scheduler metadata, splits, pack_gqa, sm_margin, sinks
-        settings = (q.shape[-1] ** -0.5, causal, -1, -1, 0, 0.0, True, None, 1, None, 0, None)
-        arguments = (q, k, v, *optional, *settings)
+        settings = (q.shape[-1] ** -0.5, causal, left, 0 if causal else -1, 0, 0.0, True, None, 1, None, 0, None)
+        arguments = (q, k, v, *(given.get(name) for name in optional), *settings)
         return lambda: operator(*arguments)
 
     return prepare

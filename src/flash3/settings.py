@@ -68,7 +68,8 @@ def override(**values: Any) -> Iterator[None]:
 
 def current(field: str) -> Any:
     """The value of a setting, as the attribute gives it, for where microseconds count."""
-    return (_overrides.get() or _values).get(field, _values[field])
+    overrides = _overrides.get()
+    return _values[field] if overrides is None else overrides.get(field, _values[field])
 
 
 def _known(field: str) -> str:

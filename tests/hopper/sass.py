@@ -15,6 +15,7 @@ class Facts:
     registers: int  # of a thread at entry
     stack_bytes: int
     highest_register: int
+    highest_producer_register: int  # between the two setmaxnreg
     counts: dict[str, int]
     loops: tuple[int, ...]  # instructions of each innermost loop with matmuls, in program order
 
@@ -36,8 +37,12 @@ def facts(cubin: Path) -> Facts:
     instructions, labels = parse(text)
     words = ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG", "STL", "LDL", "MUFU.EX2")
     counts = {word: sum(word in line for line in instructions) for word in words}
-    highest = max(int(n) for n in re.findall(r"\bR(\d+)\b", text))
-    return Facts(int(registers), int(stack), highest, counts, tuple(inner_loops(instructions, labels)))
+    producer = text[text.index("USETMAXREG.DEALLOC") : text.index("USETMAXREG.TRY_ALLOC")]
+    return Facts(int(registers), int(stack), _highest(text), _highest(producer), counts, tuple(inner_loops(instructions, labels)))
+
+
+def _highest(text: str) -> int:
+    return max(int(n) for n in re.findall(r"\bR(\d+)\b", text))
 
 
 def parse(text: str) -> tuple[list[str], dict[str, int]]:

@@ -40,6 +40,7 @@ ALWAYS = (
     "128_causal_packed",
     "64_full_cache_left",
     "128_chunk_packed_partial",
+    "128_causal_padded_shared",
     "192_128_causal",
 )
 """Compiled in every run; the others with -m slow."""
@@ -65,6 +66,7 @@ def test_compiles(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert found.stack_bytes == found.counts["STL"] == found.counts["LDL"] == 0
     assert found.registers == roles.entry_registers(tiles)
     assert found.highest_register < roles.consumer_registers(tiles)
+    assert found.highest_producer_register < roles.producer_registers(tiles)
     assert found.counts["USETMAXREG"] == 2
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS"):
         assert found.counts[instruction] > 0, instruction
@@ -84,6 +86,7 @@ def test_the_list_covers_every_choice() -> None:
     assert {t.query_source for t in tiles} == set(QuerySource)
     assert {t.overlap for t in tiles} == set(type(tiles[0].overlap))
     assert {t.first_block for t in tiles} == set(FirstBlock)
+    assert {t.heads for t in tiles} >= {1, 4, 8, 16}
     assert {s.qk_width for s in specs} == {32, 64, 96, 128, 192, 256}
     assert set(INTERIOR) <= set(CONFIGURATIONS)
     assert set(ALWAYS) <= set(CONFIGURATIONS)

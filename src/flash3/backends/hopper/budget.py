@@ -59,6 +59,8 @@ def problems(spec: ForwardSpec, tiles: Tiles) -> list[str]:
         found.append(f"parts must split {tiles.kv} keys into multiples of 16, got {tiles.parts}")
     if tiles.first_block is FirstBlock.HALF and tiles.kv % 32:
         found.append(f"half a first block needs kv a multiple of 32, got {tiles.kv}")
+    if tiles.heads < 1 or spec.heads_per_kv % tiles.heads or ROWS_PER_CONSUMER % tiles.heads:
+        found.append(f"heads must divide {spec.heads_per_kv} query heads per key head and {ROWS_PER_CONSUMER} rows, got {tiles.heads}")
     if tiles.stages < 1:
         found.append(f"stages must be at least 1, got {tiles.stages}")
     if tiles.o_columns <= 0 or spec.v_width % tiles.o_columns or tiles.o_columns % 32:

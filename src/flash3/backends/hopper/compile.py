@@ -1,5 +1,6 @@
 """(ForwardSpec, Tiles) → machine code, without a tensor and without a GPU; and the compiled function of a key, from the cache."""
 
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -51,7 +52,9 @@ def _arrays(layout: SequenceLayout, batch) -> Arrays | None:
 
 
 def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
-    """The compiled function: f(q, k, v, out, lse, sink, counter, q_arrays, k_arrays, numbers), on the framework's current stream.
+    """The compiled function, to be exported:
+
+    f(q, k, v, out, lse, sink, counter, q_arrays, k_arrays, numbers), on the framework's current stream.
 
     q_arrays and k_arrays are operands.Arrays (None: dense), numbers is operands.Numbers; None where the spec has nothing.
     """
@@ -79,6 +82,7 @@ def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
         numbers,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
+        no_jit_engine=True,  # nothing is called here: without it the DSL, on a GPU machine, generates and links host code once more
     )
 
 
@@ -104,11 +108,21 @@ def source_hash() -> str:
     return text.hexdigest()
 
 
+def driver_version() -> int:
+    """The newest CUDA version that the driver knows (1000·major + 10·minor), 0 without a driver: the DSL picks its compiler by it."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
 def fingerprint() -> str:
     """What the code of a key depends on besides the key."""
     versions = [importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
     python = ".".join(map(str, sys.version_info[:2]))
-    return " ".join([source_hash(), *versions, python, platform.machine(), TARGET])
+    return " ".join([source_hash(), *versions, python, platform.machine(), f"driver {driver_version()}", TARGET])
 
 
 @functools.cache

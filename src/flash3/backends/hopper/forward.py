@@ -4,7 +4,7 @@ equations   per block j of keys, right to left:   S = Q·K_jᵀ;  m' = max(m, ro
             l = αl + rowsum P;  O = αO + P·V_j;   c = |scale|·log2 e.       At the end O/l and L = ln2·(cm + log2 l).
 
 roles       warps      registers      job
-producer    0          24 … 56        TMA loads of Q, K, V; hands out work tiles
+producer    0          24 … 56        TMA loads of Q, K, V; hands out work tiles (ragged: warps 1 to 3 clear rows of no sequence)
 consumer i  4(i+1) …   240/160/112    64 query rows: both matmuls, softmax, O and L      (roles.py; tiles.q / 64 consumers)
 
 pipes       cargo      stages         filled by   emptied by                                   arrivals to empty
@@ -36,6 +36,7 @@ from cutlass.memory import SmemAllocator
 from ...sequences import SequenceKind
 from . import budget, roles, storage
 from .barriers import NoTurn, Turn, any_above
+from .clear import SPARE_WARPS, clear_gaps
 from .extents import Extent, loadable, rows_view, sequence_arrays
 from .fragments import LANES_PER_ROW, ROWS_PER_THREAD, accumulator, convert, rescale, scale_rows
 from .keyblocks import KeyBlocks, TileBlocks, Walk, consumers_part
@@ -44,7 +45,7 @@ from .matmul import issue, wait_matmuls
 from .operands import Arrays, MaskNumbers, Numbers, Operands, Sizes
 from .pipes import StagedLoad, StagedRead, own_stage, tma_pipe, work_pipe
 from .queries import make_queries
-from .schedule import Dispatcher, Follower, Position, WorkTile
+from .schedule import Dispatcher, Follower, Position, WorkTile, is_ragged
 from .softmax import LOG2_E, TOLERANCE_LOG2, TRUSTED_SUM, OnlineSoftmax, ScoreMap
 from .store import OutputStore
 from .tiles import ROWS_PER_CONSUMER, FirstBlock, ForwardSpec, Overlap, QuerySource, Tiles, Turns
@@ -299,16 +300,18 @@ class Forward:
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, mSink, mCounter, q_arrays: Arrays, k_arrays: Arrays, numbers: Numbers, stream):
         spec, tiles = self.spec, self.tiles
-        q, o = (rows_view(m, spec.q_layout) for m in (mQ, mO))
+        q, o = (rows_view(m, spec.q_layout, tiles.heads) for m in (mQ, mO))
         k, v = (rows_view(m, spec.k_layout) for m in (mK, mV))
         batch = self.batch(mQ, mK, q_arrays, k_arrays)
-        sizes = Sizes(mQ.shape[-3], mK.shape[-3], mQ.shape[-2], batch, numbers.head_group)
+        first_level = numbers.first_level if is_ragged(spec) else None
+        sizes = Sizes(mQ.shape[-3], mK.shape[-3], mQ.shape[-2] // tiles.heads, batch, numbers.head_group, first_level)
         mask = MaskNumbers(numbers.left, numbers.right, numbers.chunk, numbers.q_offset, numbers.k_offset, numbers.bottom_right)
         ops = Operands(
-            storage.tma_load(q, storage.q_layout(spec, ROWS_PER_CONSUMER), (ROWS_PER_CONSUMER, spec.qk_width)),
+            storage.tma_load(q, storage.q_layout(spec, ROWS_PER_CONSUMER), (storage.query_rows(tiles, ROWS_PER_CONSUMER), spec.qk_width)),
             storage.tma_load(k, storage.k_layout(spec, tiles, 1), (tiles.kv, spec.qk_width)),
             storage.tma_load(v, storage.v_layout(spec, tiles, 1), (tiles.kv, spec.v_width)),
-            storage.tma_store(o, storage.o_layout(spec, tiles, ROWS_PER_CONSUMER), (ROWS_PER_CONSUMER, tiles.o_columns)),
+            storage.tma_store(o, storage.o_layout(spec, tiles, ROWS_PER_CONSUMER), storage.output_tile(tiles)),
+            None if spec.q_layout.kind is SequenceKind.DENSE else mO,
             mLSE,
             mSink,
             mCounter,
@@ -319,9 +322,9 @@ class Forward:
             numbers.scale_log2,
             numbers.tanh_scale,
         )
-        most_tiles = cute.ceil_div(sizes.q_len, tiles.q) * sizes.heads * batch
+        most_tiles = cute.ceil_div(sizes.q_len, tiles.queries) * sizes.heads * batch
         if const_expr(spec.q_layout.kind is SequenceKind.PACKED):  # q_len is that of all sequences together
-            most_tiles = (sizes.q_len // tiles.q + batch) * sizes.heads
+            most_tiles = (sizes.q_len // tiles.queries + batch) * sizes.heads
         grid = cutlass.min(most_tiles, numbers.multiprocessors)
         # Without min_blocks_per_mp ptxas ignores setmaxnreg.
         self.kernel(ops).launch(
@@ -357,8 +360,8 @@ class Forward:
         if warpgroup == roles.PRODUCER_WARPGROUP:
             cute.arch.setmaxregister_decrease(roles.producer_registers(tiles))
             if warp == 0:
-                shape = (ROWS_PER_CONSUMER, spec.qk_width)
-                rows = cute.local_tile(sQ, shape, (None, 0, 0))
+                shape = (storage.query_rows(tiles, ROWS_PER_CONSUMER), spec.qk_width)
+                rows = cute.local_tile(sQ, (ROWS_PER_CONSUMER, spec.qk_width), (None, 0, 0))
                 load = Loads(
                     StagedLoad(ops.q.atom, ops.q.tma_tensor, rows, q_pipe.make_producer(), shape, spec.q_layout),
                     StagedLoad(ops.k.atom, ops.k.tma_tensor, sK, k_pipe.make_producer(), (tiles.kv, spec.qk_width), spec.k_layout),
@@ -370,11 +373,13 @@ class Forward:
                     q, k = work.extents(tile.batch)
                     blocks = as_int32(self.walk(ops, tile, q.length, k.length).of_tile())
                     k = loadable(k) if const_expr(spec.k_layout.kind is not SequenceKind.DENSE) else k
-                    load, work = produce(load, blocks, tile, tile.head // spec.heads_per_kv, q, k, work)
+                    load, work = produce(load, blocks, tile, tile.head // (spec.heads_per_kv // tiles.heads), q, k, work)
                     work.advance()
                 load.k.producer.tail()
                 load.v.producer.tail()
                 load.q.producer.tail()
+            elif const_expr(spec.q_layout.kind is not SequenceKind.DENSE):
+                self.clear(ops, warp - 1, thread % 32)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
@@ -388,18 +393,24 @@ class Forward:
             while work.tile.valid:
                 tile = work.tile
                 extent, k_len = self.lengths(ops, tile)
-                c.mask.tile_row = tile.q_block * tiles.q
+                c.mask.tile_query = tile.q_block * tiles.queries
                 if const_expr(spec.is_ragged):
                     c.mask.q_len, c.mask.k_len = extent.length, k_len
                 c.queries.take()
                 blocks = as_int32(self.walk(ops, tile, extent.length, k_len).of_consumer(me))
                 c = attend(c, blocks, consumers_part(spec, tiles))
-                inverse, lse = c.softmax.finish(self.sink_log2(ops, tile), spec.sink)
+                inverse, lse = c.softmax.finish(self.sink_log2(ops, tile, store), spec.sink)
                 store.write_output(c.O, inverse, tile, extent)
                 if const_expr(spec.lse):
                     store.write_lse(lse, tile, extent)
                 work.advance()
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def clear(self, ops: Operands, spare: Int32, lane):
+        """What a spare warp of the producer's warpgroup does."""
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        clear_gaps(ops, block * SPARE_WARPS + spare, grid * SPARE_WARPS, lane, self.spec)
 
     def buffers(self, smem: SmemAllocator):
         spec, tiles = self.spec, self.tiles
@@ -425,15 +436,19 @@ class Forward:
         row = Int32(0) if self.spec.q_layout.kind is SequenceKind.PACKED else tile.batch
         return Extent(row, tile.q_start, tile.q_len), tile.k_len
 
-    def sink_log2(self, ops: Operands, tile: WorkTile):
-        return ops.sink[tile.head] * Float32(LOG2_E) if self.spec.sink else Float32(0.0)
+    def sink_log2(self, ops: Operands, tile: WorkTile, store: OutputStore) -> tuple:
+        """For each of a thread's rows."""
+        if not self.spec.sink:
+            return (Float32(0.0),) * ROWS_PER_THREAD
+        return tuple(ops.sink[store.head_of(tile, r)] * Float32(LOG2_E) for r in range(ROWS_PER_THREAD))
 
     def dispatcher(self, ops: Operands, box, producer, lane) -> Dispatcher:
         """With its first tile, which the consumers have been told. A dataclass that a loop carries is rebound in place, for its other
         users too: so it gets copies."""
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        start = Position(Int32(0), Int32(0))
+        level = ops.sizes.first_level if is_ragged(self.spec) else 0
+        start = Position(Int32(level), Int32(0), Int32(0), Int32(0))
         arrays = replace(ops.q_arrays), replace(ops.k_arrays), replace(ops.sizes)
         nothing = Follower.create(box, None, self.spec).tile
         work = Dispatcher(nothing, Int32(0), start, box, producer, grid, lane, ops.counter, *arrays, self.spec, self.tiles)
@@ -466,7 +481,7 @@ class Forward:
             softmax=OnlineSoftmax(stats(), stats(), ops.scale_log2, spec, tiles),
             turn=turn(me, (me + 1) % tiles.consumers),
             mask=FragmentMask(
-                first_row,
+                tiles.query_of(first_row),
                 2 * (lane % LANES_PER_ROW),
                 Int32(0),
                 ops.sizes.q_len,

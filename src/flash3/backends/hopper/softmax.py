@@ -66,7 +66,7 @@ def total_of(terms):
 
 def hold_waits(x):
     """Keep ptxas from moving the next wait for a matmul above the computation of x: a store that never happens, since no sum has the bits
-    −1 (a NaN that arithmetic makes is 0x7fffffff). A comparison as a float will not do: x may be inf, and that it is not negative ptxas knows.
+    −1 (a NaN that arithmetic makes is 0x7fffffff). A float comparison will not do: x may be inf, and ptxas knows that it is not negative.
 
     wait_group has no operands, so ptxas puts it where it likes; with luck below the exponentials, else P·V no longer hides them."""
     cute.arch.inline_ptx(
@@ -141,7 +141,7 @@ class OnlineSoftmax:
             sums[r] = sums[r] + rows_before[0]
 
     @cute.jit
-    def finish(self, sink_log2: Float32, has_sink: cutlass.Constexpr[bool]):
+    def finish(self, sink_log2: tuple, has_sink: cutlass.Constexpr[bool]):
         """1/l for O, and L, per row. A row without keys: 0 and −inf, with a sink 0 and the sink."""
         inverse = cute.make_rmem_tensor_like(self.row_sum)
         lse = cute.make_rmem_tensor_like(self.row_sum)
@@ -151,10 +151,10 @@ class OnlineSoftmax:
             numerator = Float32(1.0)
             if const_expr(has_sink):
                 # both terms relative to the larger exponent, whichever that is
-                larger = cute.arch.fmax(top, sink_log2)
+                larger = cute.arch.fmax(top, sink_log2[r])
                 larger = Float32(0.0) if larger == -Float32.inf else larger
                 numerator = cute.math.exp2(top - larger, fastmath=True)
-                total = total * numerator + cute.math.exp2(sink_log2 - larger, fastmath=True)
+                total = total * numerator + cute.math.exp2(sink_log2[r] - larger, fastmath=True)
                 top = larger
             empty = total == Float32(0.0)
             inverse[r] = Float32(0.0) if empty else numerator * cute.arch.rcp_approx(total)

@@ -66,6 +66,16 @@ def _mma(spec, tiles, b_major, columns, a_source):
     )
 
 
+def query_rows(tiles: Tiles, rows: int):
+    """So many rows of a query tile as TMA counts them: where heads share a tile, pairs (head, query)."""
+    return rows if tiles.heads == 1 else (tiles.heads, rows // tiles.heads)
+
+
+def output_tile(tiles: Tiles):
+    """What a consumer sends at once."""
+    return query_rows(tiles, ROWS_PER_CONSUMER), tiles.o_columns
+
+
 def tma_load(mX, layout, tile):
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, cute.select(layout, mode=[0, 1]), tile)
 

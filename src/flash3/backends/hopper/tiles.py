@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 from ...mask import MaskKind
 from ...problem import DType
@@ -99,7 +100,8 @@ class ForwardSpec:
 class Tiles:
     """How a forward kernel is cut up. `budget.problems` says whether a GPU can hold it.
 
-    q, kv: rows of a query tile (64 per consumer warpgroup) and of a block of keys; stages: depth of the K and V rings;
+    q, kv: rows of a query tile (64 per consumer warpgroup) and of a block of keys; heads: query heads of one key head that share a tile,
+    whose row r is then query r // heads of head r % heads; stages: depth of the K and V rings;
     o_columns: columns of O in shared memory at a time; parts: pieces of a block's keys whose softmax starts when their scores are
     there; hold: percent of a block's (last part's) exponentials that come before the wait for P·V (0: wherever ptxas likes);
     first_block: whether one whose right half the mask hides takes half the work.
@@ -115,6 +117,20 @@ class Tiles:
     parts: int = 1
     hold: int = 0
     first_block: FirstBlock = FirstBlock.WHOLE
+    heads: int = 1
+
+    @property
+    def queries(self) -> int:
+        """Of one head in a tile."""
+        return self.q // self.heads
+
+    def query_of(self, row: Any) -> Any:
+        """The query, counted from the tile's first, of a row: an int or a kernel's Int32."""
+        return row if self.heads == 1 else row // self.heads
+
+    @property
+    def queries_per_consumer(self) -> int:
+        return ROWS_PER_CONSUMER // self.heads
 
     @property
     def consumers(self) -> int:

@@ -89,7 +89,7 @@ class Arguments(NamedTuple):
         """
         if self.backend is not None and not isinstance(self.backend, str):
             raise TypeError(f"backend must be a name or None, got {self.backend!r} of type {type(self.backend).__name__}")
-        for i, value in enumerate(self[:_TENSORS]):
+        for i, value in enumerate(self[:TENSORS]):
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(f"{self._fields[i]} must be a torch.Tensor, got {type(value).__name__}: {value!r}")
             if value is not None and (value.layout is not torch.strided or value.is_nested):
@@ -111,7 +111,7 @@ class Arguments(NamedTuple):
         return Dense()
 
 
-_TENSORS = Arguments._fields.index("max_seqlen_q")
+TENSORS = Arguments._fields.index("max_seqlen_q")
 """How many fields hold tensors: the first ones."""
 
 
