@@ -27,7 +27,9 @@ INTERIOR = {
     "128_full_fp16": 693,
     "128_full_partial": 693,
     "128_full_sink": 693,
-    "128_full_negative": 725,
+    "128_full_negative": 693,
+    "128_window": 738,
+    "128_causal_packed": 753,
     "256_full": 705,
     "256_causal": 704,
 }
