@@ -29,9 +29,8 @@ from flash3.problem import Request
 from flash3.sequences import Packed
 
 from .calls import prepare_named
-from .forward import Run, interleaved, ready
 from .objects import unpacked
-from .peers import Peer, fa3
+from .timing import Run, fa3, interleaved, ready
 
 TOKENS, SEQUENCES = 65536, 64
 PACKED_CELLS = ((64, 32, True), (128, 16, False), (128, 16, True), (256, 8, True), (128, 4, False), (128, 4, True))
@@ -41,6 +40,7 @@ ROUNDS, MILLISECONDS = 7, 4.0
 OUTLIER_GOALS = {torch.float16: 1.624e-4, torch.bfloat16: 1.320e-3}
 """What FlashAttention-3 reaches on this distribution, and so the most that is allowed."""
 Rows = list[dict[str, Any]]
+Peer = Callable[..., Run]
 
 
 def lognormal_lengths(count: int = SEQUENCES, total: int = TOKENS, sigma: float = 1.0, seed: int = 0) -> list[int]:

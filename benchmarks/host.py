@@ -24,9 +24,11 @@ import torch
 import flash3
 from flash3 import flash_attn_interface as fa3_names
 from flash3.backends.hopper.compile import kernel
+from flash3.bench import providers
+from flash3.bench.case import make
+from flash3.bench.workloads import even
 from flash3.frameworks.torch import operators
-
-from . import peers
+from flash3.problem import Task
 
 Run = Callable[[], Any]
 REFERENCE = "FA3's operator"
@@ -56,11 +58,14 @@ def calls(device: str = "cuda") -> dict[str, Run]:
 
 
 def peer_calls() -> dict[str, Run]:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 128, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    found, missing = peers.available()
-    print("\n".join(f"! {line}" for line in missing))
-    return {REFERENCE if name == "fa3" else name: prepare(q, k, v, False) for name, prepare in found.items()}
+    """The providers of `flash3 bench` that run here, on the same call."""
+    found, case = {}, make(even("host", 1, 128, 8, 128), Task.FORWARD, torch.device("cuda"))
+    for provider in providers.select(["sdpa:cudnn", "sdpa:flash", "fa3", "fa4"]):
+        try:
+            found[REFERENCE if provider.name == "fa3" else provider.name] = provider.prepare(case).call
+        except providers.Unsupported as reason:
+            print(f"! {provider.name}: {reason}")
+    return found
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ VARIABLES = (
     Variable("FLASH3_BACKEND", "backend", "", "use this backend only (hopper, triton, cpu); empty: the first that fits"),
     Variable("FLASH3_CHECK", "check_values", "0", "1: also validate values that live on a GPU (lengths, page tables); this synchronizes"),
     Variable("FLASH3_CACHE_DIR", "cache_dir", "", "where compiled kernels are kept; empty: the user's cache folder"),
+    Variable("FLASH3_TUNED", "tuned", "", "a table of tuned tiles to take before the shipped one; off: no table"),
 )
 
 _FALSE = {"", "0", "false", "no", "off"}
@@ -72,6 +73,13 @@ def current(field: str) -> Any:
     return _values[field] if overrides is None else overrides.get(field, _values[field])
 
 
+def deciding() -> tuple[Any, ...]:
+    """All settings that change what a call does, at once, for where microseconds count: backend, tuned, check_values."""
+    overrides = _overrides.get()
+    values = _values if overrides is None else {**_values, **overrides}
+    return values["backend"], values["tuned"], values["check_values"]
+
+
 def _known(field: str) -> str:
     if field not in _values:
         raise AttributeError(f"no setting {field!r}; known: {', '.join(_values)}")
@@ -94,6 +102,7 @@ class _Settings(types.ModuleType):
 backend: str | None
 check_values: bool
 cache_dir: str | None
+tuned: str | None
 
 settings = sys.modules[__name__]
 settings.__class__ = _Settings

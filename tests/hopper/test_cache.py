@@ -96,7 +96,7 @@ def test_the_fingerprint_names_what_code_depends_on(monkeypatch: pytest.MonkeyPa
     from flash3.backends.hopper import compile
 
     before = compile.fingerprint()
-    for name, value in (("driver_version", lambda: 12345), ("source_hash", lambda: "other"), ("TARGET", "other")):
+    for name, value in (("toolkit", lambda: "cu99"), ("source_hash", lambda: "other"), ("TARGET", "other")):
         with monkeypatch.context() as m:
             m.setattr(compile, name, value)
             assert compile.fingerprint() != before

@@ -1,11 +1,9 @@
 """(ForwardSpec, Tiles) → machine code, without a tensor and without a GPU; and the compiled function of a key, from the cache."""
 
-import ctypes
 import functools
 import hashlib
 import importlib.metadata
 import platform
-import sys
 from pathlib import Path
 
 import cutlass.cute as cute
@@ -99,8 +97,8 @@ def load_object(path: Path):
 
 @functools.cache
 def source_hash() -> str:
-    """Of every file that the generated code depends on: all of this folder but the plan, which only calls it."""
-    kernels = [f for f in sorted(Path(__file__).parent.glob("*.py")) if f.name != "plan.py"]
+    """Of every file that the generated code depends on: all of this folder but those that only choose among kernels and call them."""
+    kernels = [f for f in sorted(Path(__file__).parent.glob("*.py")) if f.name not in ("plan.py", "space.py")]
     files = [*kernels, *(Path(m.__file__) for m in (mask, problem, sequences))]
     text = hashlib.sha256()
     for file in files:
@@ -108,21 +106,18 @@ def source_hash() -> str:
     return text.hexdigest()
 
 
-def driver_version() -> int:
-    """The newest CUDA version that the driver knows (1000·major + 10·minor), 0 without a driver: the DSL picks its compiler by it."""
-    version = ctypes.c_int(0)
-    try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError:
-        return 0
-    return version.value
+def toolkit() -> str:
+    """The CUDA toolkit inside of the DSL, cu12 or cu13: the newest installed one that the driver supports; without a driver, the newest."""
+    from cutlass._mlir._mlir_libs import _cutlass_ir
+
+    return Path(_cutlass_ir.__file__).name.split(".")[1]
 
 
 def fingerprint() -> str:
     """What the code of a key depends on besides the key."""
     versions = [importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
-    python = ".".join(map(str, sys.version_info[:2]))
-    return " ".join([source_hash(), *versions, python, platform.machine(), f"driver {driver_version()}", TARGET])
+    # No Python version: an object holds machine code only. No driver version either: it decides about the toolkit, and nothing else.
+    return " ".join([source_hash(), *versions, toolkit(), platform.machine(), TARGET])
 
 
 @functools.cache
@@ -133,3 +128,13 @@ def _cache(folder: str | None) -> KernelCache:
 def kernel(spec: ForwardSpec, tiles: Tiles):
     """The function of a key, ready to launch: compiled once, then kept in memory and on disk."""
     return _cache(settings.cache_dir).get((spec, tiles), functools.partial(build_object, spec, tiles), load_object)
+
+
+def is_compiled(spec: ForwardSpec, tiles: Tiles) -> bool:
+    """Whether the kernel of a key is in the cache."""
+    return _cache(settings.cache_dir).has((spec, tiles))
+
+
+def warm(spec: ForwardSpec, tiles: Tiles) -> bool:
+    """Have the kernel of a key on disk. False: it was there."""
+    return _cache(settings.cache_dir).warm((spec, tiles), functools.partial(build_object, spec, tiles))

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import tuned
 from ...plan import Plan
 from ...problem import DType, Problem, Request, ScaleKind, Task, TensorInfo
 from ...sequences import Dense, Packed, Padded, Paged, SequenceKind, Sequences
-from ..base import Refusal, Support
-from . import budget, heuristics, launch
-from .tiles import DENSE, SEQUENCE_LIMIT, ForwardSpec, SequenceLayout, Tiles
+from ..base import Footprint, Refusal, Support
+from . import budget, heuristics, launch, roles, space
+from .tiles import DENSE, SEQUENCE_LIMIT, ForwardSpec, ScaleSign, SequenceLayout, Tiles
 
 CAPABILITY = (9, 0)
 MOST_WORK_TILES = 1 << 31
@@ -73,14 +74,64 @@ class HopperBackend:
         Raises:
             ValueError: `tiles` do not fit; the message says why.
         """
-        spec = problem.spec
-        base = launch.forward_spec(spec, problem.sizes.scale, _least(spec.q_sequences), _least(spec.k_sequences))
-        chosen = tiles or heuristics.choose(base, problem.sizes.k_len, problem.sizes.q_len)
+        base = _forward_spec(problem)
+        chosen, origin = (tiles, "as given") if tiles is not None else self._choose(problem, base)
         wrong = budget.problems(base, chosen)
         if wrong:
             raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
         forward = Forward(problem, chosen, self._kernels)
-        return Plan(backend=self.name, problem=problem, run=forward, prepare=forward.prepare, tiles=chosen)
+        return Plan(backend=self.name, problem=problem, run=forward, prepare=forward.prepare, tiles=chosen, notes=(f"tiles {origin}",))
+
+    def _choose(self, problem: Problem, base: ForwardSpec) -> tuple[Tiles, str]:
+        """The tuned table first, the heuristic second."""
+        key = self.tuning_key(problem)
+        found = tuned.find(self.name, problem, key, Tiles, lambda tiles: budget.problems(base, tiles))
+        if found:
+            return found[0], f"by the tuned table {found[1]}"
+        return heuristics.choose(base, problem.sizes.k_len, problem.sizes.q_len), "by the heuristic"
+
+    def tuning_space(self, problem: Problem) -> list[Tiles]:
+        """See backends.base.Tunable."""
+        base = _forward_spec(problem)
+        return space.legal(base, heuristics.choose(base, problem.sizes.k_len, problem.sizes.q_len))
+
+    def tuning_key(self, problem: Problem) -> ForwardSpec:
+        """The kernel spec in which neither the LSE nor the sign of the scale counts: neither decides which tiles are best."""
+        return replace(_forward_spec(problem), lse=True, scale_sign=ScaleSign.POSITIVE)
+
+    def footprint(self, problem: Problem, tiles: Tiles | None = None) -> Footprint:
+        """See backends.base.Tunable. Registers are a consumer's, after setmaxnreg."""
+        base, sizes = _forward_spec(problem), problem.sizes
+        chosen = tiles or self._choose(problem, base)[0]
+        return Footprint(
+            q_block=chosen.queries,
+            kv_block=chosen.kv,
+            smem_bytes=budget.smem_bytes(base, chosen),
+            registers=roles.consumer_registers(chosen),
+            threads=chosen.threads,
+            head_group=heuristics.head_group(base, sizes.k_len, sizes.batch * sizes.heads_q),
+            heads=chosen.heads,
+            persistent=True,
+        )
+
+    def is_compiled(self, problem: Problem, tiles: Tiles | None = None) -> bool:
+        """See backends.base.Tunable. For lengths given as arrays: the layout without optional arrays."""
+        from .compile import is_compiled
+
+        base = _forward_spec(problem)
+        return is_compiled(base, tiles or self._choose(problem, base)[0])
+
+    def compile(self, problem: Problem, tiles: Tiles | None = None) -> bool:
+        """See backends.base.Tunable."""
+        from .compile import warm
+
+        base = _forward_spec(problem)
+        return warm(base, tiles or self._choose(problem, base)[0])
+
+
+def _forward_spec(problem: Problem) -> ForwardSpec:
+    spec = problem.spec
+    return launch.forward_spec(spec, problem.sizes.scale, _least(spec.q_sequences), _least(spec.k_sequences))
 
 
 def _unsupported(problem: Problem) -> list[str]:
@@ -160,7 +211,8 @@ class Forward:
         kernel = self.kernels(spec, self.tiles)
         numbers = packed(launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors))
         straight = all(_straight(t.strides, t.dtype.bytes) for t in (p.q, p.k, p.v) if isinstance(t.dtype, DType))
-        device, current_stream = p.device.index, torch._C._cuda_getCurrentRawStream
+        device = p.device.index
+        current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a torch without CUDA only plans
         counters = _counters.setdefault(device, {})
 
         def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sink: Any, q_arrays: Any, k_arrays: Any) -> None:

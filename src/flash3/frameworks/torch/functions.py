@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,25 +21,32 @@ from .operators import Arguments, mask_numbers
 
 
 class Attention(torch.autograd.Function):
-    """attention_lse with its closed-form gradient; takes Arguments, flat."""
+    """attention_lse with its closed-form gradient; takes Arguments, flat, and then whether the LSE has a gradient too. (Where it has, a
+    compiled program brings a gradient of zeros for an LSE that nobody uses.)
+    """
 
     @staticmethod
     def forward(*flat: Any) -> tuple[Tensor, Tensor]:
-        return operators.attention_lse(*flat)
+        return operators.attention_lse(*flat[:-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+        *arguments, lse_has_gradient = inputs
+        tensors = [x if isinstance(x, Tensor) else None for x in arguments]
         ctx.save_for_backward(*output, *tensors)
-        ctx.values = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.values = [None if isinstance(x, Tensor) else x for x in arguments]
         ctx.set_materialize_grads(False)
+        ctx.lse_has_gradient = lse_has_gradient
+        if not lse_has_gradient:
+            ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         out, lse, *tensors = ctx.saved_tensors
         inputs = [value if tensor is None else tensor for tensor, value in zip(tensors, ctx.values, strict=True)]
+        d_lse = d_lse if ctx.lse_has_gradient else None
         grads = gradients(d_out, d_lse, out, lse, list(ctx.needs_input_grad[:4]), inputs)  # q, k, v, sink come first
-        return (*grads, *(None,) * (len(inputs) - len(grads)))
+        return (*grads, *(None,) * (len(inputs) + 1 - len(grads)))
 
 
 def gradients(
@@ -49,9 +56,18 @@ def gradients(
     if d_out is None and d_lse is None:
         return [None] * len(needs)
     given = torch.zeros_like(out) if d_out is None else d_out
-    differentiate = operators.attention_backward if torch.compiler.is_compiling() else AttentionBackward.apply
-    grads = differentiate(given, d_lse, out, lse, needs, *inputs)
+    grads = _derivative(given, *inputs[:3])(given, d_lse, out, lse, needs, *inputs)
     return [g if need else None for g, need in zip(grads, needs, strict=True)]
+
+
+def _derivative(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Sequence[Tensor]]:
+    """How attention_backward is called. The short way is for a gradient of which nobody can want one: autograd then runs a backward
+    without grad mode."""
+    if torch.compiler.is_compiling():
+        return operators.attention_backward
+    if torch.is_grad_enabled() or type(d_out) is not Tensor or not operators.unwatched(q, k, v):
+        return AttentionBackward.apply
+    return operators.backward
 
 
 class RememberedAttention(torch.autograd.Function):
@@ -123,7 +139,7 @@ def run(arguments: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor
         check_differentiable(DTYPES.get(a.q.dtype, str(a.q.dtype)), a.qv is not None)
         if not torch.compiler.is_compiling() and operators.unwatched(a.q, a.k, a.v):
             operators.backward_plan(a)  # a gradient that no backend has is refused now, not in the middle of training
-        out, lse = Attention.apply(*(_apart(a) if torch.compiler.is_compiling() else a))
+        out, lse = Attention.apply(*(_apart(a) if torch.compiler.is_compiling() else a), return_lse)
         return (out, lse) if return_lse else out
     return run_without_gradient(a, return_lse)
 

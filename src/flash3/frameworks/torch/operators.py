@@ -135,6 +135,21 @@ def forward(arguments: Arguments, lse: bool) -> tuple[Tensor, Tensor | None]:
     return ready.run(request)
 
 
+def backward(
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *flat: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Likewise, of attention_backward: dq, dk, dv, d_sink."""
+    arguments = Arguments(*flat)
+    request = arguments.request(Task.BACKWARD, lse=True)
+    plan = backward_plan(arguments, request)
+    dq, dk, dv, d_sink = _gradients_like(arguments, needs)
+    wanted = [g if need else None for g, need in zip((dq, dk, dv, d_sink), needs, strict=True)]
+    gradients = Gradients(d_out=_rows(d_out), d_lse=d_lse, dq=wanted[0], dk=wanted[1], dv=wanted[2], d_sink=wanted[3])
+    with undisturbed(request.q.device):
+        plan.run(request, Saved(out=out, lse=lse), gradients)
+    return dq, dk, dv, d_sink
+
+
 def backward_plan(arguments: Arguments, request: Request | None = None) -> Plan:
     """The plan of the gradient.
 
@@ -167,20 +182,6 @@ def _attention_lse(*flat: Any) -> tuple[Tensor, Tensor]:
     out, lse = forward(Arguments(*flat), lse=True)
     assert lse is not None
     return out, lse
-
-
-def _attention_backward(
-    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *flat: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    arguments = Arguments(*flat)
-    request = arguments.request(Task.BACKWARD, lse=True)
-    plan = backward_plan(arguments, request)
-    dq, dk, dv, d_sink = _gradients_like(arguments, needs)
-    wanted = [g if need else None for g, need in zip((dq, dk, dv, d_sink), needs, strict=True)]
-    gradients = Gradients(d_out=_rows(d_out), d_lse=d_lse, dq=wanted[0], dk=wanted[1], dv=wanted[2], d_sink=wanted[3])
-    with undisturbed(request.q.device):
-        plan.run(request, Saved(out=out, lse=lse), gradients)
-    return dq, dk, dv, d_sink
 
 
 def _gradients_like(a: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
@@ -256,6 +257,6 @@ attention_lse = _define("attention_lse", f"({_schema()}) -> (Tensor, Tensor)", _
 attention_backward = _define(
     "attention_backward",
     f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needs, {_schema()}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _attention_backward,
+    backward,
     _fake_attention_backward,
 )

@@ -54,7 +54,7 @@ _plans: dict[tuple[Any, ...], Prepared] = {}
 
 def _surroundings() -> tuple[Any, ...]:
     """What decides besides the call. Another registry or dispatcher is another key."""
-    return (settings.current("backend"), dispatch.choose, *dispatch.BACKENDS)
+    return (settings.current("backend"), settings.current("tuned"), dispatch.choose, *dispatch.BACKENDS)
 
 
 def prepared(a: Any, request: Request) -> Prepared:

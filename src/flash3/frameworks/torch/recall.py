@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from ... import dispatch
 from ...problem import Request, Task
 from ...sequences import SequenceKind
-from ...settings import current
+from ...settings import current, deciding
 from . import operators, plans
 from .operators import Arguments
 
@@ -60,7 +60,7 @@ def saying(*said: Any) -> Said:
     setting, registry or dispatcher is another call. While a program is traced: nowhere."""
     if torch.compiler.is_dynamo_compiling():
         return None
-    return (*said, is_grad_enabled(), current("backend"), current("check_values"), dispatch.choose, len(dispatch.BACKENDS))
+    return (*said, is_grad_enabled(), deciding(), dispatch.choose, len(dispatch.BACKENDS))
 
 
 def find(said: Said, tensors: tuple[Tensor, ...]) -> Path | None:
