@@ -15,6 +15,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import time
@@ -35,7 +36,7 @@ from flash3.frameworks.torch.describe import describe
 from flash3.mask import Mask
 from flash3.problem import Problem, Request, Task
 
-from .timing import HIDDEN, TOKENS, Run, flops, interleaved
+from .timing import HIDDEN, TOKENS, Run, flops
 
 SMALL = Tiles(32, 32, 4, 1)
 CANDIDATES: dict[tuple[str, int], list[Tiles]] = {}
@@ -157,6 +158,35 @@ def peer(name: str) -> Callable[[Cell, list[Tensor]], Run]:
 PEERS: dict[str, Callable[[Cell, list[Tensor]], Run]] = {"fa2": peer("sdpa:flash"), "flex": peer("flex")}
 
 
+class Timer:
+    """Device time of many runs. A sleeping GPU lets the host run ahead first, so that launch cost stays out."""
+
+    HEAD_START_CYCLES = 3_000_000
+
+    def __init__(self) -> None:
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def per_run_ms(self, run: Run, count: int) -> float:
+        torch.cuda._sleep(self.HEAD_START_CYCLES)
+        self.start.record()
+        for _ in range(count):
+            run()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / count
+
+
+def interleaved(runs: dict[str, Run], rounds: int, budget_ms: float) -> dict[str, list[float]]:
+    """Milliseconds per run, per round; in every round all contenders once, in random order."""
+    timer = Timer()
+    counts = {name: max(2, min(20, int(budget_ms / max(timer.per_run_ms(run, 2), 0.02)))) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name in random.sample(list(runs), len(runs)):
+            times[name].append(timer.per_run_ms(runs[name], counts[name]))
+    return times
+
+
 def ready(cell: Cell, names: list[str], choices: list[Tiles | None]) -> tuple[dict[str, Run], dict[str, str]]:
     """Contenders that run and are right, and what each of ours runs with."""
     data, runs, chosen = inputs(cell.d, cell.s), {}, {}
@@ -178,11 +208,14 @@ def ready(cell: Cell, names: list[str], choices: list[Tiles | None]) -> tuple[di
 
 def measure(cell: Cell, a: argparse.Namespace, choices: list[Tiles | None]) -> dict[str, Any]:
     names = [n for n in a.peers if cell.kernel in ("forward", "backward") and (n != "flex" or has_flex(cell, a))]
+    begin = time.time()
     runs, chosen = ready(cell, names, choices)
+    prepared = time.time() - begin
     times = interleaved(runs, a.rounds, a.ms)
     row: dict[str, Any] = {**asdict(cell), "tiles": chosen.get("flash3")}
     row["tflops"] = {n: round(cell.work / statistics.median(t) / 1e9, 1) for n, t in times.items()}
     row["spread"] = {n: round((max(t) - min(t)) / statistics.median(t), 3) for n, t in times.items()}
+    row["seconds"] = [round(prepared, 2), round(time.time() - begin - prepared, 2)]
     if "flash3" in times:
         for n in names:
             row[f"ratio_{n}"] = round(statistics.median(p / o for p, o in zip(times[n], times["flash3"], strict=True)), 4)
@@ -190,7 +223,7 @@ def measure(cell: Cell, a: argparse.Namespace, choices: list[Tiles | None]) -> d
 
 
 def cells(a: argparse.Namespace) -> Iterator[Cell]:
-    for d, s, causal, kernel in itertools.product(a.dims, a.seqs, a.causal, a.kernels):
+    for s, d, causal, kernel in itertools.product(a.seqs, a.dims, a.causal, a.kernels):
         yield Cell(kernel, d, bool(causal), s)
 
 
@@ -245,7 +278,7 @@ def show(row: dict[str, Any], peers: list[str]) -> None:
     head = f"{row['kernel']:8s} d{row['d']:<3d} {'causal' if row['causal'] else 'full  '} {row['s']:5d}"
     ratios = " ".join(f"{row[f'ratio_{n}']:.2f} of {n}" for n in peers if f"ratio_{n}" in row)
     rates = sorted(row["tflops"].items(), key=lambda x: -x[1])
-    print(f"{head} {ratios}  " + "  ".join(f"{n} {t:.0f}" for n, t in rates), flush=True)
+    print(f"{head} {ratios}  " + "  ".join(f"{n} {t:.0f}" for n, t in rates), row["seconds"], flush=True)
 
 
 def report(rows: list[dict[str, Any]], peers: list[str]) -> None:

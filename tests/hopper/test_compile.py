@@ -31,7 +31,7 @@ INTERIOR = {
     "128_full_partial": 653,
     "128_full_sink": 653,
     "128_full_negative": 653,
-    "128_window": 565,
+    "128_window": 657,
     "128_causal_packed": 657,
     "256_full": 504,
     "256_causal": 507,

@@ -32,6 +32,7 @@ class Facts:
     registers: int
     spills: int  # loads and stores of local memory in the code
     shared_bytes: int
+    serialized: bool  # ptxas gave up on asynchronous matmuls (sm_90)
 
 
 class Driver:
@@ -69,22 +70,29 @@ def only_compiled(capability: tuple[int, int]) -> Iterator[list[triton.compiler.
         driver._active = before  # reset_active would look for a GPU
 
 
+def _tool(name: str, *options: str, code: bytes) -> str:
+    """What one of the tools that come with Triton says of a file."""
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(code)
+        command = [Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name, *options, file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
 def facts(kernel: triton.compiler.CompiledKernel) -> Facts:
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(kernel.asm["cubin"])
-        usage, code = (
-            subprocess.run([tools / name, *options, file.name], capture_output=True, text=True, check=True).stdout
-            for name, options in (("cuobjdump", ["-res-usage"]), ("nvdisasm", []))
-        )
-    registers = re.search(r"REG:(\d+)", usage)
+    code = kernel.asm["cubin"]
+    registers = re.search(r"REG:(\d+)", _tool("cuobjdump", "-res-usage", code=code))
+    spills = re.findall(r"\b(?:STL|LDL)\b", _tool("nvdisasm", code=code))
+    log = ""
+    if kernel.metadata.target.arch == 90:
+        log = _tool("ptxas", "-v", "-arch=sm_90a", "-o", "/dev/null", code=kernel.asm["ptx"].encode())
     assert registers is not None
-    return Facts(kernel.name, int(registers[1]), len(re.findall(r"\b(?:STL|LDL)\b", code)), kernel.metadata.shared)
+    return Facts(kernel.name, int(registers[1]), len(spills), kernel.metadata.shared, "serialized" in log)
 
 
-def request(d: int, value_dim: int, mask: Mask, heads: int = 4, dtype: torch.dtype = torch.bfloat16, **options: object) -> Request:
-    """Dense, 256 rows and keys, two key heads."""
-    q, k, v = (torch.empty(1, 256, h, w, dtype=dtype) for h, w in ((heads, d), (2, d), (2, value_dim)))
+def request(d: int, value_dim: int, mask: Mask, heads: int = 2, rows: int = 256, **options: object) -> Request:
+    """Dense, as many rows as keys, two key heads, bfloat16."""
+    q, k, v = (torch.empty(1, rows, h, w, dtype=torch.bfloat16) for h, w in ((heads, d), (2, d), (2, value_dim)))
     return Request(q=q, k=k, v=v, mask=mask, lse=True, **options)
 
 

@@ -67,6 +67,12 @@ def test_masks(mask: Mask) -> None:
     check_gradients(Case(**SMALL, mask=mask), BACKEND)
 
 
+@pytest.mark.parametrize("mask", [Mask(), CAUSAL, WINDOW], ids=mask_name)
+def test_even_lengths(mask: Mask) -> None:
+    """No block is cut by the end of a sequence: then no load needs a mask."""
+    check_gradients(Case(q_lens=(64,), k_lens=(96,), heads=(2, 1), dims=(16, 16), mask=mask, dtype=torch.bfloat16), BACKEND)
+
+
 @pytest.mark.parametrize("case", OPTIONS, ids=name_of)
 def test_options(case: Case) -> None:
     check_gradients(case, BACKEND)

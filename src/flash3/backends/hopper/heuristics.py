@@ -50,9 +50,7 @@ def _for_keys(spec: ForwardSpec, k_len: int) -> Tiles:
         return tiles
     if spec.mask_kind is MaskKind.FULL:
         return replace(tiles, parts=2)
-    if k_len <= 2048 or spec.mask_kind is MaskKind.CAUSAL:
-        return replace(tiles, parts=2, first_block=FirstBlock.HALF)
-    return replace(tiles, hold=37)
+    return replace(tiles, parts=2, first_block=FirstBlock.HALF)
 
 
 def _narrow(spec: ForwardSpec, k_len: int) -> Tiles:

@@ -139,6 +139,7 @@ def gather_dkdv(
     q_tma,
     d_out_tma,
     stats,
+    stats_tma,
     own_q,
     head,
     at_q,
@@ -150,24 +151,33 @@ def gather_dkdv(
     SPEC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One of the two loops over the tiles of rows of one query head; state is (dK, dV)."""
+    """One of the two loops over the tiles of rows of one query head; state is (dK, dV).
+
+    Edges that are cut are not pipelined: with two pipelined loops of unlike loads ptxas serializes the matmuls of sm_90.
+    """
     QUERIES: tl.constexpr = SPEC.queries
     OUTPUTS: tl.constexpr = SPEC.outputs
     dK, dV = state
+    CUT: tl.constexpr = MASKED and not SPEC.even
     count = walked.edges if MASKED else walked.interior
-    for i in tl.range(0, count):
+    for i in tl.range(0, count, num_stages=1 if CUT else None):
         first = step(walked, i, MASKED) * SPEC.queries.block
         rows = first + tl.arange(0, SPEC.queries.block)
         at = row_offsets(stats, own_q, rows, head)
         exists = rows < own_q.length
-        Q = load_block(q, q_tma, at_q, own_q, head, first, exists, QUERIES, MASKED)
+        Q = load_block(q, q_tma, at_q, own_q, head, first, exists, QUERIES, CUT)
         S = tl.dot(k, tl.trans(Q), input_precision=SPEC.precision)
         if SPEC.softcap:
             S = tanh(S * scales.capped)
-        if MASKED:
+        if CUT:
             row_max = tl.load(stats.start + at, mask=exists, other=0.0)
             log_sum = tl.load(stats.log_sum + at, mask=exists, other=float("inf"))
             delta = tl.load(stats.delta + at, mask=exists, other=0.0)
+        elif stats_tma is not None:
+            row = tl.cast(own_q.row, tl.int32) * stats.row_stride + head * stats.head_stride + own_q.first + first
+            row_max = stats_tma.load([row])
+            log_sum = stats_tma.load([row + stats.step])
+            delta = stats_tma.load([row + 2 * stats.step])
         else:
             row_max = tl.load(stats.start + at)
             log_sum = tl.load(stats.log_sum + at)
@@ -177,7 +187,7 @@ def gather_dkdv(
             begin, end = seen_by(rows, k_len, bounds, SPEC)
             P = tl.where((keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :]), P, 0.0)
             exists = exists & (begin < end)  # whatever the gradient of a row without keys holds, it does not count
-        dO = load_block(d_out, d_out_tma, at_q, own_q, head, first, exists, OUTPUTS, MASKED)
+        dO = load_block(d_out, d_out_tma, at_q, own_q, head, first, exists, OUTPUTS, CUT)
         dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=SPEC.precision)
         dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
         dS = through_softcap(P * (dP - delta[None, :]), S, SPEC)
@@ -196,6 +206,7 @@ def dkdv_kernel(
     dk,
     dv,
     stats,
+    stats_tma,
     at_q,
     at_k,
     q_len,
@@ -233,10 +244,10 @@ def dkdv_kernel(
     for member in tl.range(0, SPEC.heads_per_kv):
         head = kv_head * SPEC.heads_per_kv + member
         state = gather_dkdv(
-            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False
+            state, K, V, q, d_out, q_tma, d_out_tma, stats, stats_tma, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False
         )
         state = gather_dkdv(
-            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True
+            state, K, V, q, d_out, q_tma, d_out_tma, stats, stats_tma, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True
         )
     dK, dV = state
     if dk is not None:
@@ -271,13 +282,14 @@ def gather_dq(
     """One of the two loops over key blocks."""
     KEYS: tl.constexpr = SPEC.keys
     VALUES: tl.constexpr = SPEC.values
+    CUT: tl.constexpr = MASKED and not SPEC.even
     count = walked.edges if MASKED else walked.interior
     for i in tl.range(0, count):
         first = step(walked, i, MASKED) * SPEC.keys.block
         key = first + tl.arange(0, SPEC.keys.block)
         exists = key < own_k.length
-        K = load_block(k, k_tma, at_k, own_k, kv_head, first, exists, KEYS, MASKED)
-        V = load_block(v, v_tma, at_k, own_k, kv_head, first, exists, VALUES, MASKED)
+        K = load_block(k, k_tma, at_k, own_k, kv_head, first, exists, KEYS, CUT)
+        V = load_block(v, v_tma, at_k, own_k, kv_head, first, exists, VALUES, CUT)
         S = scores(q, K, scales, SPEC)
         P = tl.exp2((S - row_max[:, None]) * scales.per_score - log_sum[:, None])
         if MASKED:

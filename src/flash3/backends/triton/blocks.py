@@ -72,6 +72,7 @@ class Statistics(NamedTuple):
     head_stride: Any
     log_sum: Any
     delta: Any
+    step: Any
 
 
 @triton.jit
@@ -98,20 +99,20 @@ def extent_of(arrays, batch, dense_length):
 
 
 @triton.jit
-def load_block(x, tma, arrays, own, head, first, exists, KIND: tl.constexpr, MASKED: tl.constexpr):
-    """Rows first … first + KIND.block − 1 of a sequence, (block, width). 0 past column KIND.dim, and where MASKED but not `exists`.
+def load_block(x, tma, arrays, own, head, first, exists, KIND: tl.constexpr, CUT: tl.constexpr):
+    """Rows first … first + KIND.block − 1 of a sequence, (block, width). 0 past column KIND.dim, and where CUT but not `exists`.
 
     tma: a descriptor or None. It knows the end of the storage, not that of a sequence: it loads what needs no mask.
     """
-    if tma is not None and not MASKED:
+    if tma is not None and not CUT:
         row = tl.cast(own.row, tl.int32) * x.tma_row + head * x.tma_head + own.first + first
         return tma.load([row, tl.cast(head * x.tma_column, tl.int32)])
     else:
-        return load_by_pointers(x, arrays, own, head, first, exists, KIND, MASKED)
+        return load_by_pointers(x, arrays, own, head, first, exists, KIND, CUT)
 
 
 @triton.jit
-def load_by_pointers(x, arrays, own, head, first, exists, KIND: tl.constexpr, MASKED: tl.constexpr):
+def load_by_pointers(x, arrays, own, head, first, exists, KIND: tl.constexpr, CUT: tl.constexpr):
     """The same, whatever the strides, pages too."""
     local = tl.arange(0, KIND.block)
     columns = tl.arange(0, KIND.width)
@@ -127,9 +128,9 @@ def load_by_pointers(x, arrays, own, head, first, exists, KIND: tl.constexpr, MA
         if KIND.wide:
             offsets = local.to(tl.int64) * x.slot_stride
     pointers = base + offsets[:, None] + columns[None, :]
-    if MASKED and KIND.dim < KIND.width:
+    if CUT and KIND.dim < KIND.width:
         return tl.load(pointers, mask=exists[:, None] & (columns < KIND.dim)[None, :], other=0.0)
-    elif MASKED:
+    elif CUT:
         return tl.load(pointers, mask=exists[:, None], other=0.0)
     elif KIND.dim < KIND.width:
         return tl.load(pointers, mask=(columns < KIND.dim)[None, :], other=0.0)

@@ -39,12 +39,13 @@ def attend(state, q, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, sca
     KEYS: tl.constexpr = SPEC.keys
     VALUES: tl.constexpr = SPEC.values
     O, row_max, row_sum = state
+    CUT: tl.constexpr = MASKED and not SPEC.even
     count = walked.edges if MASKED else walked.interior
     for i in tl.range(0, count):
         first = step(walked, i, MASKED) * SPEC.keys.block
         key = first + tl.arange(0, SPEC.keys.block)
         exists = key < own_k.length
-        S = scores(q, load_block(k, k_tma, at_k, own_k, kv_head, first, exists, KEYS, MASKED), scales, SPEC)
+        S = scores(q, load_block(k, k_tma, at_k, own_k, kv_head, first, exists, KEYS, CUT), scales, SPEC)
         if MASKED:
             S = tl.where((key[None, :] >= sees[0][:, None]) & (key[None, :] < sees[1][:, None]), S, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(S, 1))
@@ -54,7 +55,7 @@ def attend(state, q, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, sca
         P = tl.exp2((S - anchor[:, None]) * scales.per_score)
         alpha = tl.exp2((row_max - anchor) * scales.per_score)
         row_sum = row_sum * alpha + tl.sum(P, 1)
-        values = load_block(v, v_tma, at_k, own_k, kv_head, first, exists, VALUES, MASKED)
+        values = load_block(v, v_tma, at_k, own_k, kv_head, first, exists, VALUES, CUT)
         O = tl.dot(P.to(values.dtype), values, O * alpha[:, None], input_precision=SPEC.precision)
         row_max = new_max
     return O, row_max, row_sum

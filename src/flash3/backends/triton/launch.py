@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ...problem import DType, Problem, Request
-from ...sequences import Dense, Packed, Padded, Paged, Sequences
+from ...sequences import Dense, Packed, Padded, Paged, SequenceKind, Sequences
 from ..base import Gradients, Saved
 from . import backward as backward_kernels
 from . import forward as forward_kernels
@@ -118,11 +118,25 @@ def kernel_spec(problem: Problem, tiles: Tiles, sign: int, wide: bool, pack: int
         heads_per_kv=spec.heads_per_kv,
         precision="ieee" if spec.dtype is DType.FP32 else "tf32",
         softcap=softcap_of(problem) > 0,
+        even=is_even(problem, tiles),
         sign=sign,
         pack=pack,
         split=splits > 1,
         most_splits=1 << (splits - 1).bit_length(),
     )
+
+
+def is_even(problem: Problem, tiles: Tiles) -> bool:
+    """KernelSpec.even. (If the first and the last row see a key, all do: the interval of visible keys moves with the row.)"""
+    spec, z = problem.spec, problem.sizes
+    if (
+        {spec.q_sequences, spec.k_sequences} != {SequenceKind.DENSE}
+        or z.q_len % tiles.rows
+        or z.k_len % tiles.keys
+        or z.q_len * z.k_len == 0
+    ):
+        return False
+    return all(begin < end for begin, end in (problem.mask.visible(row, z.q_len, z.k_len) for row in (0, z.q_len - 1)))
 
 
 def is_wide(*tensors: Any) -> bool:
@@ -240,6 +254,7 @@ def dkdv(problem: Problem, tiles: Tiles, request: Request, gradients: Gradients,
         descriptor(d_out, spec.outputs, problem),
         *(None if x is None else rows_of(x, at_keys) for x in (gradients.dk, gradients.dv)),
         _statistics(stats, at),
+        statistics_descriptor(stats, spec.queries.block, problem),
         *_numbers(request, problem),
         scales,
         z.scale,
@@ -282,5 +297,14 @@ def _operands(problem: Problem, tiles: Tiles, request: Request, gradients: Gradi
     return (queries[0], *keys, queries[1]), spec, scales
 
 
+def statistics_descriptor(stats: Any, rows: int, problem: Problem) -> Any:
+    """Of stats (contiguous) as one long row, or None where TMA cannot read it."""
+    if capability_of(problem) < FIRST_WITH_TMA or stats.numel() >= WIDE:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(stats, [stats.numel()], [1], [rows])
+
+
 def _statistics(stats: Any, at: Sequences) -> Statistics:
-    return Statistics(*lse_rows(stats[0], at)[:4], stats[1], stats[2])
+    return Statistics(*lse_rows(stats[0], at)[:4], stats[1], stats[2], stats.stride(0))

@@ -218,8 +218,9 @@ class Backward:
         from . import launch
 
         p, tiles = self.problem, self.tiles
-        stats = saved.lse.new_zeros((3, *saved.lse.shape))
-        stats[1].fill_(torch.inf)  # of rows that belong to no sequence
+        stats = saved.lse.new_empty((3, *saved.lse.shape))
+        if not isinstance(request.q_sequences, Dense):  # rows of no sequence
+            stats.zero_()[1].fill_(torch.inf)
         launch.prepare(p, tiles.dq, request, saved, gradients, stats)
         if gradients.d_sink is not None:
             gradients.d_sink.copy_(_sink_gradient(request.sink, p.sizes.softcap or p.sizes.scale, *stats))

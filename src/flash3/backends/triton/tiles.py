@@ -65,7 +65,8 @@ class MaskCode:
 class KernelSpec:
     """Everything that a kernel's code depends on besides the types of its arguments.
 
-    pack: query heads that share a tile (1, or all of a key head). sign: of the scale.
+    even: no block is cut by the end of a sequence, and every row sees a key. pack: query heads that share a tile (1, or all of a key
+    head). sign: of the scale.
     """
 
     queries: Block
@@ -76,6 +77,7 @@ class KernelSpec:
     heads_per_kv: int
     precision: str
     softcap: bool
+    even: bool
     sign: int = 1
     pack: int = 1
     split: bool = False
