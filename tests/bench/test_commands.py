@@ -109,6 +109,12 @@ def test_nothing_that_runs_ends_with_2() -> None:
     run("bench", "smoke/full", *QUICK, "-p", "fa3", code=2)
 
 
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run("bench", "smoke/full", *QUICK, "-p", "flash3", "-o", str(tmp_path / "file/run.json"), code=2)
+    assert "file" in result.stderr
+
+
 def test_a_failing_peer_ends_with_0() -> None:
     run("bench", "smoke/full", *QUICK, "-p", "flash3", "-p", "fa4", code=0)
 

@@ -85,7 +85,11 @@ class Footprint:
 
 @runtime_checkable
 class Tunable(Protocol):
-    """A backend whose tiles can be enumerated, compiled ahead and explained."""
+    """A backend whose tiles can be enumerated, compiled ahead and explained.
+
+    Raises, each of its methods:
+        NotImplementedError: not for this task.
+    """
 
     def tuning_space(self, problem: Problem) -> Sequence[Any]:
         """Every legal choice of tiles, none twice: what `plan` would take without a tuned table first, then the nearest to it."""

@@ -131,6 +131,8 @@ class HopperBackend:
 
 def _forward_spec(problem: Problem) -> ForwardSpec:
     spec = problem.spec
+    if spec.task is not Task.FORWARD:
+        raise NotImplementedError("the hopper backend has tiles to choose from for the forward only")
     return launch.forward_spec(spec, problem.sizes.scale, _least(spec.q_sequences), _least(spec.k_sequences))
 
 
