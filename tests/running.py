@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash3 import dispatch, reference
 from flash3.backends.base import Gradients, Saved
+from flash3.backends.triton.plan import interpreted
 from flash3.problem import DType, Problem, Request, Task, TensorInfo
 
 DTYPES = {d.value: d for d in DType}
@@ -58,3 +59,5 @@ class Planned:
 
 
 BACKENDS: dict[str, Oracle | Planned] = {"reference": Oracle(), "cpu": Planned("cpu")}
+if interpreted():
+    BACKENDS = {"triton": Planned("triton")}

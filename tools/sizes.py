@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 SHOWN = 8
-DEFAULT_PATHS = ("src", "tools", "tests", "benchmarks")
+DEFAULT_PATHS = ("src", "tools", "tests", "benchmarks", "examples")
 KERNEL_FOLDERS = ("backends/hopper", "backends/triton")
 KERNEL_LANGUAGES = {"cutlass", "triton"}
 DEVICE_DECORATORS = {"jit", "kernel"}  # cute.jit, cute.kernel, triton.jit

@@ -5,10 +5,22 @@ from __future__ import annotations
 import typer
 
 from . import __version__
+from .bench import command as bench
+from .bench import inspect_commands as inspect
 from .demo.command import demo
+from .tune import command as tune
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="FlashAttention-3, complete, in Python.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="FlashAttention-3, complete, in Python.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
 app.command("demo")(demo)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+app.command("tune", epilog=tune.TUNE_EXAMPLES)(tune.tune)
+app.command("explain", epilog=inspect.EXPLAIN_EXAMPLES)(inspect.explain)
+app.command("compile", epilog=tune.COMPILE_EXAMPLES)(tune.compile_)
+app.command("check", epilog=inspect.CHECK_EXAMPLES)(inspect.check)
+app.command("env")(inspect.env)
 
 
 def _version(wanted: bool) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import importlib
 from dataclasses import dataclass
+from typing import Any
 
 from .backends.base import Backend, Refusal, Support
 from .plan import Plan
 from .problem import Problem
 from .settings import settings
+from .tuned import encode
 
 BACKENDS: dict[str, str] = {
     "hopper": "flash3.backends.hopper.plan:HopperBackend",
+    "triton": "flash3.backends.triton.plan:TritonBackend",
     "cpu": "flash3.backends.cpu.plan:CpuBackend",
 }
 """Name -> where its class is, best first. Modules are imported when first asked for."""
@@ -60,9 +63,15 @@ class Explanation:
                 case Support(note):
                     lines.append(f"  {name}: yes{', ' + note if note else ''}{'  <- runs' if name == self.backend else ''}")
         if self.plan is not None:
-            lines += [f"tiles: {self.plan.tiles}"] if self.plan.tiles is not None else []
+            lines += [f"tiles: {_spelled(self.plan.tiles)}"] if self.plan.tiles is not None else []
             lines += [f"note: {note}" for note in self.plan.notes]
         return "\n".join(lines)
+
+
+def _spelled(tiles: Any) -> str:
+    """A backend's tiles: name and value of each field."""
+    data = encode(tiles)
+    return ", ".join(f"{name} {value}" for name, value in data.items()) if isinstance(data, dict) else str(tiles)
 
 
 def explain(problem: Problem, backend: str | None = None) -> Explanation:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .frameworks.torch.functions import attention, check_tensors, length_bound, options, run
-from .frameworks.torch.kvcache import KVCache, NewTokens, Rotary, attend
+from .frameworks.torch import recall
+from .frameworks.torch.functions import attention, attention_varlen, check_tensors, length_bound, options, run
+from .frameworks.torch.kvcache import KVCache, NewTokens, Rotary, attend, over
 from .frameworks.torch.merging import merge
 from .frameworks.torch.operators import Arguments
 from .mask import MAX_POSITION, Mask
@@ -47,7 +48,7 @@ def _mask(causal: bool, window_size: Window | None, attention_chunk: int) -> Mas
     return _remembered_mask(bool(causal), *window_size, attention_chunk or None)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256, typed=True)
 def _remembered_mask(causal: bool, left: int | None, right: int | None, chunk: int | None) -> Mask:
     return Mask(causal=causal, left=left, right=right, chunk=chunk)
 
@@ -59,18 +60,30 @@ def _scale(q: Tensor, qv: Tensor | None, softmax_scale: float | None) -> float:
     return (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
 
 
+def _is_plain(q: Tensor, qv: Tensor | None, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None) -> bool:
+    """Neither qv nor scales. FlashAttention-3 reads the descales for float8 only; callers pass them always."""
+    if q_descale is None and k_descale is None and v_descale is None:
+        return qv is None
+    check_tensors(q=q)
+    return qv is None and not _is_float8(q)
+
+
+def _is_float8(q: Tensor) -> bool:
+    return q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 def _scales(q: Tensor, **descale: Tensor | None) -> dict[str, Any]:
-    """FlashAttention-3 reads the descales for float8 only; callers pass them always."""
-    return descale if q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else dict.fromkeys(descale)
+    return descale if _is_float8(q) else dict.fromkeys(descale)
 
 
 def _sink(s_aux: Tensor | None, sinks: Tensor | None) -> Tensor | None:
+    if s_aux is None and sinks is None:
+        return None
     if s_aux is not None and sinks is not None:
         raise ValueError("s_aux and sinks are two names of one argument: give one of them")
     name, given = ("sinks", sinks) if s_aux is None else ("s_aux", s_aux)
-    if given is None:
-        return None
     check_tensors(**{name: given})
+    assert given is not None
     return given.float()
 
 
@@ -115,10 +128,8 @@ def flash_attn_func(
 
     Returns out, with return_attn_probs (out, lse): lse float32 (batch, heads_q, seqlen_q).
     """
-    check_tensors(q=q, k=k, v=v)
     mask, sink = _mask(causal, window_size, attention_chunk), _sink(s_aux, sinks)
-    scales = _scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale)
-    if qv is None and not any(scale is not None for scale in scales.values()):
+    if _is_plain(q, qv, q_descale, k_descale, v_descale):
         result = attention(
             q,
             k,
@@ -131,6 +142,8 @@ def flash_attn_func(
             deterministic=deterministic,
         )
         return _deliver(result, out)
+    check_tensors(q=q, k=k, v=v)
+    scales = _scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale)
     numbers = options(mask, _scale(q, qv, softmax_scale), softcap)
     arguments = Arguments(q, k, v, qv=qv, sink=sink, deterministic=deterministic, **scales, **numbers)
     return _deliver(run(arguments, return_attn_probs), out)
@@ -219,13 +232,33 @@ def flash_attn_varlen_func(
 
     Returns out, with return_attn_probs (out, lse): lse float32 (heads_q, total_q).
     """
+    mask, sink = _mask(causal, window_size, attention_chunk), _sink(s_aux, sinks)
+    if _is_plain(q, qv, q_descale, k_descale, v_descale):
+        result = attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            mask=mask,
+            scale=softmax_scale,
+            softcap=softcap,
+            sink=sink,
+            return_lse=return_attn_probs,
+            deterministic=deterministic,
+        )
+        return _deliver(result, out)
     check_tensors(q=q, k=k, v=v)
     arguments = Arguments(
         q,
         k,
         v,
         qv=qv,
-        sink=_sink(s_aux, sinks),
+        sink=sink,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
@@ -234,7 +267,7 @@ def flash_attn_varlen_func(
         max_seqlen_k=length_bound("max_seqlen_k", max_seqlen_k),
         deterministic=deterministic,
         **_scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale),
-        **options(_mask(causal, window_size, attention_chunk), _scale(q, qv, softmax_scale), softcap),
+        **options(mask, _scale(q, qv, softmax_scale), softcap),
     )
     return _deliver(run(arguments, return_attn_probs), out)
 
@@ -280,6 +313,18 @@ def flash_attn_with_kvcache(
     cache_seqlens: an int, int32 (batch,), or None: the caches are full. Returns out, with return_softmax_lse (out, lse, out_accum,
     lse_accum): FlashAttention-3 hands out the parts of a split here, which are empty tensors in flash3.
     """
+    mask, sink, longest = _mask(causal, window_size, attention_chunk), _sink(s_aux, sinks), length_bound("max_seqlen_q", max_seqlen_q)
+    tensors: tuple[Tensor, ...] = ()
+    said = None
+    nothing_new = k is None and v is None and rotary_cos is None and rotary_sin is None and cu_seqlens_k_new is None
+    if nothing_new and isinstance(cache_seqlens, Tensor) and _is_plain(q, qv, q_descale, k_descale, v_descale):
+        kinds = (q, k_cache, v_cache, sink, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table)
+        tensors = tuple([t for t in kinds if t is not None])
+        options_ = (mask, softmax_scale, type(softmax_scale), softcap, type(softcap), return_softmax_lse, longest)
+        said = recall.saying("flash_attn_with_kvcache", *options_, *[t is None for t in kinds])
+        path = recall.find(said, tensors)
+        if path is not None:
+            return _with_empty_parts(_deliver(path(*tensors), out), q)
     given = {"k": k, "v": v, "qv": qv, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new, "page_table": page_table}
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **{name: x for name, x in given.items() if x is not None})
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -297,15 +342,21 @@ def flash_attn_with_kvcache(
         k_cache.detach(),
         v_cache.detach(),
         qv=None if qv is None else qv.detach(),
-        sink=_sink(s_aux, sinks),
+        sink=sink,
         cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=length_bound("max_seqlen_q", max_seqlen_q),
+        max_seqlen_q=longest,
         **_scales(q, q_scale=q_descale, k_scale=k_descale, v_scale=v_descale),
-        **options(_mask(causal, window_size, attention_chunk), _scale(q, qv, softmax_scale), softcap),
+        **options(mask, _scale(q, qv, softmax_scale), softcap),
     )
     cache = KVCache(arguments.k, arguments.v, cache_seqlens, page_table=page_table, batch_index=cache_batch_idx, leftpad=cache_leftpad)
     new = NewTokens(None if k is None else k.detach(), None if v is None else v.detach(), cu_seqlens_k_new if k is not None else None)
-    result = _deliver(attend(arguments, cache, new, rotary, return_softmax_lse), out)
+    result = attend(arguments, cache, new, rotary, return_softmax_lse)
+    recall.remember(said, tensors, over(arguments, cache, cache_seqlens), return_softmax_lse)
+    return _with_empty_parts(_deliver(result, out), q)
+
+
+def _with_empty_parts(result: Result, q: Tensor) -> Result:
+    """(out, lse, out_accum, lse_accum)"""
     return (*result, q.new_empty(0), q.new_empty(0)) if isinstance(result, tuple) else result
 
 

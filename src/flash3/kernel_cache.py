@@ -58,6 +58,26 @@ class KernelCache:
                 self._loaded[key] = self._from_disk(digest(self._fingerprint, key), build, load)
             return self._loaded[key]
 
+    def has(self, key: Any) -> bool:
+        """Whether the object of a key is in memory or on disk."""
+        folder = self._usable_folder()
+        return key in self._loaded or (folder is not None and _entry(folder, digest(self._fingerprint, key)) is not None)
+
+    def warm(self, key: Any, build: Callable[[Path], None]) -> bool:
+        """Have the object of a key on disk, without loading it. False: it was there already.
+
+        Raises:
+            OSError: there is no folder to keep it in.
+        """
+        folder = self._usable_folder()
+        if folder is None:
+            raise OSError("no folder to keep compiled kernels in: set FLASH3_CACHE_DIR to one that belongs to you alone")
+        name = digest(self._fingerprint, key)
+        with _locked(folder / f"{name}.lock"):
+            if _entry(folder, name) is not None:
+                return False
+            return self._build_into(folder, name, build, load=lambda path: True)  # type: ignore[no-any-return]
+
     def _from_disk(self, name: str, build: Callable[[Path], None], load: Callable[[Path], Any]) -> Any:
         folder = self._usable_folder()
         if folder is None:
@@ -80,7 +100,7 @@ class KernelCache:
             content = built.read_bytes()
             path = folder / f"{name}.{hashlib.sha256(content).hexdigest()}.o"
             try:
-                _write_whole(path, content)
+                write_whole(path, content)
             except OSError as error:
                 self._give_up(folder, error)
                 return load(built)
@@ -122,15 +142,17 @@ def _entry(folder: Path, name: str) -> Path | None:
     return None
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Put content into a file at once: a reader, and whoever comes after a crash, sees the old file or the new one, never a part."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
+            os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         os.replace(name, path)
-    except OSError:
+    except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
 

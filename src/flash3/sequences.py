@@ -72,6 +72,8 @@ Sequences = Dense | Packed | Padded | Paged
 
 def map_tensors(layout: Sequences, change: Callable[[Any], Any]) -> Any:
     """The same layout with `change` applied to each of its tensors (max_length and None stay)."""
+    if isinstance(layout, Dense):
+        return layout
     values = {f.name: getattr(layout, f.name) for f in fields(layout) if f.name != "max_length"}
     return replace(layout, **{name: change(value) for name, value in values.items() if value is not None})
 

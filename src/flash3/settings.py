@@ -28,6 +28,7 @@ VARIABLES = (
     Variable("FLASH3_BACKEND", "backend", "", "use this backend only (hopper, triton, cpu); empty: the first that fits"),
     Variable("FLASH3_CHECK", "check_values", "0", "1: also validate values that live on a GPU (lengths, page tables); this synchronizes"),
     Variable("FLASH3_CACHE_DIR", "cache_dir", "", "where compiled kernels are kept; empty: the user's cache folder"),
+    Variable("FLASH3_TUNED", "tuned", "", "a table of tuned tiles to take before the shipped one; off: no table"),
 )
 
 _FALSE = {"", "0", "false", "no", "off"}
@@ -68,7 +69,15 @@ def override(**values: Any) -> Iterator[None]:
 
 def current(field: str) -> Any:
     """The value of a setting, as the attribute gives it, for where microseconds count."""
-    return (_overrides.get() or _values).get(field, _values[field])
+    overrides = _overrides.get()
+    return _values[field] if overrides is None else overrides.get(field, _values[field])
+
+
+def deciding() -> tuple[Any, ...]:
+    """All settings that change what a call does, at once, for where microseconds count: backend, tuned, check_values."""
+    overrides = _overrides.get()
+    values = _values if overrides is None else {**_values, **overrides}
+    return values["backend"], values["tuned"], values["check_values"]
 
 
 def _known(field: str) -> str:
@@ -93,6 +102,7 @@ class _Settings(types.ModuleType):
 backend: str | None
 check_values: bool
 cache_dir: str | None
+tuned: str | None
 
 settings = sys.modules[__name__]
 settings.__class__ = _Settings

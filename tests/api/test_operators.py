@@ -212,3 +212,14 @@ def test_threads(device):
         t.join()
     for i, expected in enumerate(wanted):
         assert all(torch.equal(a, b) for a, b in zip(found[i], expected, strict=True))
+
+
+def test_a_backward_nobody_can_differentiate_leaves_the_operator_out(monkeypatch, device):
+    """Its dispatch and a second autograd.Function cost more than a launch. With create_graph they are there, to refuse the derivative."""
+    calls, operator = [], operators.attention_backward
+    monkeypatch.setattr(operators, "attention_backward", lambda *flat: calls.append(1) or operator(*flat))
+    leaves = [x.requires_grad_() for x in _qkv(2, 9, device=device)]
+    gradients = [torch.autograd.grad(flash3.attention(*leaves).sum(), leaves, create_graph=create) for create in (False, True)]
+    assert len(calls) == 1
+    for short, long in zip(*gradients, strict=True):
+        assert torch.equal(short, long)

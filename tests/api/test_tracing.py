@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export
@@ -51,6 +53,25 @@ def test_compiled_forward_and_backward(mask, where, device):
     g, counter = _compiled(f)
     _same(torch.autograd.grad(g(*leaves[:3], mask), leaves), torch.autograd.grad(f(*leaves[:3], mask), leaves))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["out", "lse"])
+def test_compiled_backward_has_no_gradient_of_an_lse_that_was_not_returned(wanted, device):
+    """AOTAutograd would fill one with zeros: memory, and other kernels than in eager mode."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def f(q, k, v):
+        result = flash3.attention(q, k, v, mask=Mask(causal=True), return_lse=wanted)
+        return result[0].sum() + result[1].sum() if wanted else result.sum()
+
+    leaves = [x.requires_grad_() for x in _qkv(device=device)]
+    torch.compile(f, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(*leaves).backward()
+    nodes = [n for graph in graphs for n in graph.graph.nodes if n.target is torch.ops.flash3.attention_backward.default]
+    assert [node.args[1] is not None for node in nodes] == [wanted]
 
 
 def test_one_tensor_as_two_arguments(device):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from flash3.backends.triton.plan import interpreted
 from flash3.dispatch import BACKENDS
 
 REFUSED = "no backend supports this call"
@@ -34,6 +35,8 @@ class BackendUnderTest:
 def _under_test(name):
     if name == "cpu":
         return BackendUnderTest("cpu", "cpu", torch.float32, complete=True)
+    if name == "triton" and interpreted():
+        return BackendUnderTest("triton", "cpu", torch.float16)
     return pytest.param(BackendUnderTest(name, "cuda", torch.float16), marks=pytest.mark.gpu)
 
 

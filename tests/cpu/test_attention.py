@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash3 import reference
 from flash3.backends.cpu import backward, blocks, forward, fused, plan
+from flash3.backends.cpu.tiles import Method, Tiles
 from flash3.mask import Mask
 from flash3.problem import DType, Problem, Request, Task
 from flash3.reference.error import check
@@ -251,9 +252,29 @@ def test_same_inputs_same_bits() -> None:
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_tiles_are_its_own_affair() -> None:
-    with pytest.raises(ValueError, match="tiles must be None"):
-        plan.CpuBackend().plan(Problem.of(request_of(3, 3), describe), tiles=(64, 64))
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (Tiles(method=Method.FUSED, rows=0), "rows must be from 1"),
+        (Tiles(method=Method.BLOCKS, rows=64), "keys must be from 1"),
+    ],
+)
+def test_wrong_tiles_are_refused(wrong: Tiles, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan.CpuBackend().plan(Problem.of(request_of(3, 3), describe), wrong)
+
+
+def test_every_tile_size_gives_the_same() -> None:
+    request = replace(request_of(300, 333), mask=Mask(left=100, right=7), lse=True)
+    problem = Problem.of(request, describe)
+    backend, results = plan.CpuBackend(), []
+    for tiles in [*backend.tuning_space(problem), Tiles(method=Method.BLOCKS, rows=7, keys=11)]:
+        out, lse = torch.full(problem.out_shape, torch.nan), torch.full(problem.lse_shape, torch.nan)
+        backend.plan(problem, tiles).run(request, out, lse)
+        results.append((out, lse))
+    for out, lse in results[1:]:
+        torch.testing.assert_close(out, results[0][0], rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(lse, results[0][1], rtol=2e-5, atol=2e-6)
 
 
 def test_support_says_how() -> None:

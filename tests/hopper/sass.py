@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MATMUL = "HGMMA"
+ALL_DONE = "DEPBAR.LE gsb0, 0x0"
+EXPONENTIAL = "MUFU.EX2"
 
 
 @dataclass(frozen=True)
@@ -15,8 +17,10 @@ class Facts:
     registers: int  # of a thread at entry
     stack_bytes: int
     highest_register: int
+    highest_producer_register: int  # between the two setmaxnreg
     counts: dict[str, int]
     loops: tuple[int, ...]  # instructions of each innermost loop with matmuls, in program order
+    hidden: tuple[int, ...]  # exponentials in each before it waits for all matmuls
 
 
 def _tool(name: str) -> str:
@@ -40,8 +44,14 @@ def facts(cubin: Path) -> Facts:
     instructions, labels = parse(text)
     words = ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG", "STL", "LDL", "MUFU.EX2")
     counts = {word: sum(word in line for line in instructions) for word in words}
-    highest = max(int(n) for n in re.findall(r"\bR(\d+)\b", text))
-    return Facts(int(registers), int(stack), highest, counts, tuple(inner_loops(instructions, labels)))
+    producer = text[text.index("USETMAXREG.DEALLOC") : text.index("USETMAXREG.TRY_ALLOC")]
+    loops = inner_loops(instructions, labels)
+    lengths, hidden = tuple(map(len, loops)), tuple(map(before_last_wait, loops))
+    return Facts(int(registers), int(stack), _highest(text), _highest(producer), counts, lengths, hidden)
+
+
+def _highest(text: str) -> int:
+    return max(int(n) for n in re.findall(r"\bR(\d+)\b", text))
 
 
 def parse(text: str) -> tuple[list[str], dict[str, int]]:
@@ -55,16 +65,9 @@ def parse(text: str) -> tuple[list[str], dict[str, int]]:
     return instructions, labels
 
 
-def inner_loops(instructions: list[str], labels: dict[str, int]) -> list[int]:
-    """Lengths of the inner loops."""
-    return [end - begin + 1 for begin, end in inner_spans(instructions, labels)]
-
-
-def inner_spans(instructions: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
-    """First and last instruction of the loops that hold matmuls and no other such loop.
-
-    Waits on barriers retry from out of line and jump back into a loop's middle: those jumps are no loops.
-    """
+def inner_loops(instructions: list[str], labels: dict[str, int]) -> list[list[str]]:
+    """The loops that hold matmuls and no other such loop. Waits on barriers retry from out of line and jump back into a
+    loop's middle: those jumps are no loops."""
     spans = []
     for at, instruction in enumerate(instructions):
         jump = re.search(r"\bBRA\b.*?(\.L_x_\d+)", instruction)
@@ -72,4 +75,10 @@ def inner_spans(instructions: list[str], labels: dict[str, int]) -> list[tuple[i
             begin = labels[jump[1]]
             if any(MATMUL in line for line in instructions[begin : at + 1]):
                 spans.append((begin, at))
-    return [s for s in spans if not any(o != s and s[0] <= o[1] < s[1] for o in spans)]
+    inner = [s for s in spans if not any(o != s and s[0] <= o[1] < s[1] for o in spans)]
+    return [instructions[begin : end + 1] for begin, end in inner]
+
+
+def before_last_wait(loop: list[str]) -> int:
+    wait = next(i for i, line in enumerate(loop) if ALL_DONE in line)
+    return sum(EXPONENTIAL in line for line in loop[:wait])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.configurations import CONFIGURATIONS
-from flash3.backends.hopper.keyblocks import KeyBlocks, TileBlocks, Walk, consumers_part
+from flash3.backends.hopper.keyblocks import KeyBlocks, TileBlocks, Walk, consumers_part, level_of
 from flash3.backends.hopper.tiles import ROWS_PER_CONSUMER, ForwardSpec, Tiles, Turns
 from flash3.mask import Mask
 
@@ -32,9 +32,9 @@ MASKS = [
 LENGTHS = [0, 1, 15, 16, 17, 31, 32, 48, 63, 65, 130, 200]
 
 
-def configuration(mask: Mask, turns: Turns) -> tuple[ForwardSpec, Tiles]:
+def configuration(mask: Mask, turns: Turns, heads: int = 1) -> tuple[ForwardSpec, Tiles]:
     spec, tiles = CONFIGURATIONS["128_full"]
-    return replace(spec, mask_kind=mask.kind), replace(tiles, kv=16, turns=turns)
+    return replace(spec, mask_kind=mask.kind, heads_per_kv=heads), replace(tiles, kv=16, turns=turns, heads=heads)
 
 
 def walked(b: KeyBlocks) -> tuple[list[int], list[int]]:
@@ -67,26 +67,28 @@ def check_consumer(seen: np.ndarray, tile: TileBlocks, b: KeyBlocks, kv: int) ->
     assert visible <= set(masked) | set(plain)
 
 
-@pytest.mark.parametrize("turns", Turns)
+@pytest.mark.parametrize(("turns", "heads"), [(Turns.PING_PONG, 1), (Turns.FREE, 1), (Turns.FREE, 4), (Turns.PING_PONG, 64)])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_walk(mask: Mask, turns: Turns) -> None:
-    spec, tiles = configuration(mask, turns)
-    for q_len in LENGTHS[1:]:
+def test_walk(mask: Mask, turns: Turns, heads: int) -> None:
+    """A consumer's part of a tile is 64 rows, or, where heads share the tile, 64 // heads queries of each."""
+    spec, tiles = configuration(mask, turns, heads)
+    tile_rows, consumer_rows = tiles.q // heads, ROWS_PER_CONSUMER // heads
+    for q_len in LENGTHS[1:] if heads == 1 else (1, 2, 33, 65):
         for k_len in LENGTHS:
-            rows = -(-q_len // tiles.q) * tiles.q
+            rows = -(-q_len // tile_rows) * tile_rows
             bounds = mask.bounds(q_len, k_len)
             # rows past the end are computed too, and must be masked right
             seen = replace(mask, q_offset=bounds.q_offset).dense(rows, k_len)
-            for q_block in range(rows // tiles.q):
+            for q_block in range(rows // tile_rows):
                 walk = Walk(spec, tiles, q_block, k_len, bounds)
                 tile = walk.of_tile()
                 assert tile.count >= 1
-                if not seen[q_block * tiles.q : (q_block + 1) * tiles.q].any():
+                if not seen[q_block * tile_rows : (q_block + 1) * tile_rows].any():
                     assert tile.count == 1
                     assert tile.first * tiles.kv >= max(k_len, 1)  # TMA fills it with zeros
                 for consumer in range(tiles.consumers):
-                    begin = q_block * tiles.q + (consumer * ROWS_PER_CONSUMER if consumers_part(spec, tiles) else 0)
-                    mine = seen[begin : begin + (ROWS_PER_CONSUMER if consumers_part(spec, tiles) else tiles.q)]
+                    begin = q_block * tile_rows + (consumer * consumer_rows if consumers_part(spec, tiles) else 0)
+                    mine = seen[begin : begin + (consumer_rows if consumers_part(spec, tiles) else tile_rows)]
                     check_consumer(mine, tile, walk.of_consumer(consumer), tiles.kv)
 
 
@@ -95,3 +97,14 @@ def test_work_follows_the_visible_area() -> None:
     spec, tiles = configuration(Mask(left=63, right=0), Turns.FREE)
     counts = {Walk(spec, tiles, n // tiles.q - 1, n, Mask(left=63, right=0).bounds(n, n)).of_tile().count for n in (1024, 1 << 20)}
     assert counts == {(tiles.q + 64) // tiles.kv}
+
+
+def test_levels() -> None:
+    """Sequences of one level have as many key blocks to within a factor of two; a longer one is never of a lower level."""
+    _, tiles = configuration(Mask(), Turns.FREE)
+    levels = [level_of(n, tiles) for n in range(3000)]
+    assert levels[:3] == [1, 1, 1]
+    assert levels == sorted(levels)
+    for level in set(levels):
+        blocks = [-(-n // tiles.kv) for n, of_n in enumerate(levels) if of_n == level and n]
+        assert max(blocks) < 2 * min(blocks)

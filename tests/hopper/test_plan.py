@@ -12,7 +12,7 @@ import torch
 from flash3.backends.base import Refusal, Support
 from flash3.backends.hopper import backward_launch, launch
 from flash3.backends.hopper.backward_tiles import BackwardTiles
-from flash3.backends.hopper.plan import HopperBackend, gathered
+from flash3.backends.hopper.plan import HopperBackend, gathered, with_empty_keys
 from flash3.backends.hopper.tiles import ForwardSpec, ScaleSign, SequenceLayout, Tiles
 from flash3.mask import UNBOUNDED, Mask, MaskKind
 from flash3.problem import Device, DType, Problem, Request, Task, TensorInfo
@@ -189,3 +189,46 @@ def test_a_backward_plan_has_tiles_for_its_widths() -> None:
         assert (tiles.q, tiles.kv) == (q, kv)
     with pytest.raises(ValueError, match="queries and keys"):
         backend.plan(Problem.of(request(task=Task.BACKWARD, d=64, dv=64)), BackwardTiles(q=64))
+
+
+def tiles_for(group: int, q_len: int, **options: Any) -> Tiles:
+    q, k = info(2, q_len, 4 * group, 128), info(2, 4096, 4, 128)
+    return HopperBackend().plan(Problem.of(Request(q=q, k=k, v=k, lse=True, **options))).tiles
+
+
+@pytest.mark.parametrize(
+    ("group", "q_len", "heads"),
+    [(8, 1, 8), (8, 16, 8), (8, 64, 8), (8, 128, 1), (8, 4096, 1), (8, 129, 8), (7, 1, 1), (12, 1, 4), (128, 1, 64), (4, 500, 1)],
+)
+def test_heads_share_tiles_where_that_saves_some(group: int, q_len: int, heads: int) -> None:
+    for mask in (Mask(), Mask(causal=True)):
+        tiles = tiles_for(group, q_len, mask=mask)
+        assert tiles.heads == heads
+        tiles_apart, tiles_shared = -(-q_len // tiles.q) * group, -(-q_len // tiles.queries) * (group // heads)
+        assert tiles_shared <= tiles_apart
+
+
+def test_heads_that_do_not_divide_a_tile_are_refused() -> None:
+    fitting = HopperBackend().plan(Problem.of(request())).tiles
+    for heads in (0, 3, 8):
+        with pytest.raises(ValueError, match="heads must divide 4"):
+            HopperBackend().plan(Problem.of(request()), replace(fitting, heads=heads))
+
+
+def test_a_request_without_keys() -> None:
+    """Its own keys' storage has no row, which TMA could not describe."""
+    q, k = torch.randn(5, 4, 16), torch.randn(0, 2, 16)
+    found = with_empty_keys(Request(q=q, k=k, v=k[..., :8], k_sequences=Packed(cu_seqlens=torch.zeros(4, dtype=torch.int32))), 3)
+    assert found.k.shape == (3, 1, 2, 16)
+    assert found.v.shape == (3, 1, 2, 8)
+    assert found.k_sequences.lengths.tolist() == [0, 0, 0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("heads", "levels"), [(1, True), (4, True), (8, False), (16, False)])
+def test_sequences_are_ordered_where_few_tiles_come_to_each_block(heads: int, levels: bool) -> None:
+    """64k tokens in 64 sequences, none longer than 8192: 64 blocks of 128 keys, seven bits."""
+    t, rows = info(65536, heads, 128), Packed(cu_seqlens=int32(65), max_length=8192)
+    p = Problem.of(Request(q=t, k=t, v=t, q_sequences=rows, k_sequences=rows, mask=Mask(causal=True)))
+    spec = launch.forward_spec(p.spec, p.sizes.scale, SequenceLayout(kind=rows.kind), SequenceLayout(kind=rows.kind))
+    numbers = launch.numbers(spec, HopperBackend().plan(p).tiles, p.sizes, p.mask, 132)
+    assert numbers[-1] == (7 if levels else 1)

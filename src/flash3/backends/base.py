@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ..plan import Plan
 from ..problem import Problem
@@ -59,4 +60,53 @@ class Backend(Protocol):
 
         Forward plans run as `run(request, out, lse)`, backward plans as `run(request, saved, gradients)`, with Request's tensors.
         """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one thread block (CPU: one step) of a plan takes, for `explain` and the tuner.
+
+    q_block, kv_block: queries of a tile, keys of a block. heads: query heads that share a tile. smem_bytes: shared memory (CPU: scores
+    that a step keeps). registers: most of any thread. blocks_per_sm: how many run on a multiprocessor at once. head_group: heads whose
+    tiles are visited together, longest first among them. persistent: a block takes tile after tile.
+    """
+
+    q_block: int
+    kv_block: int
+    smem_bytes: int = 0
+    registers: int = 0
+    threads: int = 0
+    blocks_per_sm: int = 1
+    head_group: int = 1
+    heads: int = 1
+    persistent: bool = False
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """A backend whose tiles can be enumerated, compiled ahead and explained.
+
+    Raises, each of its methods:
+        NotImplementedError: not for this task.
+    """
+
+    def tuning_space(self, problem: Problem) -> Sequence[Any]:
+        """Every legal choice of tiles, none twice: what `plan` would take without a tuned table first, then the nearest to it."""
+        ...
+
+    def tuning_key(self, problem: Problem) -> Any:
+        """The dataclass that a tuned entry belongs to: problems with equal keys share kernels, and so their best tiles."""
+        ...
+
+    def footprint(self, problem: Problem, tiles: Any = None) -> Footprint:
+        """What a block takes. `tiles` None: those that `plan` takes."""
+        ...
+
+    def is_compiled(self, problem: Problem, tiles: Any = None) -> bool:
+        """Whether the kernel is there, or none is needed."""
+        ...
+
+    def compile(self, problem: Problem, tiles: Any = None) -> bool:
+        """Have the kernel in the disk cache, without a GPU. False: it was there already."""
         ...

@@ -94,6 +94,8 @@ def stack(x: Tensor, first: int, stop: int) -> Tensor:
 def tiling(work: Work) -> Tiling:
     """Fewer rows to a tile where several query heads stack up on a key head, longer blocks where there are few rows."""
     group = work.q.shape[1] // work.k.shape[1]
+    if work.sizes is not None and work.sizes.keys:
+        return Tiling(work.sees, max(1, work.sizes.rows // group), work.sizes.keys)
     rows = min(max(1, TILE_ROWS // group), work.sees.q_len)
     keys = max(TILE_KEYS, TILE_ROWS * TILE_KEYS // (rows * group))
     return Tiling(work.sees, rows, keys)

@@ -4,7 +4,7 @@ The operator knows three masks: none, causal from the top left, and an additive 
 sees, and the additive mask covers what some of them do not: time goes with the visited area, and the mask is a tile wide, not a sequence.
 Not for its eyes, as torch 2.13 stands: no queries, keys or heads (it divides by their number); rows that see no key (their LSE comes out
 0, not −inf); `is_causal` with a scale <= 0 (it masks before it scales: NaN); a 16-bit forward, whose quick exponential puts the LSE off by
-5e-5: q, k and v go in as float32 copies (what that costs or gains depends on the CPU's 16-bit units: benchmarks/cpu.py).
+5e-5: q, k and v go in as float32 copies (what that costs or gains depends on the CPU's 16-bit units: `flash3 bench cpu --dtype bfloat16`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..base import Gradients, Saved
 from . import forward
 from .backward import delta_of, lse_is_coarse
 from .blocks import compute_dtype
+from .tiles import Method
 from .work import Work
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -41,6 +42,8 @@ class Piece:
 
 def fits(work: Work) -> bool:
     """Whether the operator can serve this work."""
+    if work.sizes is not None and work.sizes.method is not Method.FUSED:
+        return False
     return not work.softcap and work.qv is None and min(work.q.numel(), work.k.numel(), work.v.numel()) > 0
 
 
@@ -101,7 +104,10 @@ def tiles(work: Work, first: int, stop: int) -> Iterator[Piece]:
     widths = (end - begin)[first:stop]
     if first == stop:
         return
-    height = max(MIN_ROWS, min(int(widths.sum()) // len(widths) // 8 // 32 * 32, MAX_BIAS // int(widths.max()), MAX_ROWS))
+    if work.sizes is not None:
+        height = work.sizes.rows
+    else:
+        height = max(MIN_ROWS, min(int(widths.sum()) // len(widths) // 8 // 32 * 32, MAX_BIAS // int(widths.max()), MAX_ROWS))
     last: tuple[Tensor, Tensor, Tensor] | None = None
     for row in range(first, stop, height):
         rows = slice(row, min(row + height, stop))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...mask import Bounds, MaskKind, key_blocks, visible_keys
+from .tiles import Tiles
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Work:
     softcap: float = 0.0
     sink: Tensor | None = None
     qv: Tensor | None = None
+    sizes: Tiles | None = None  # None: as the lengths suggest
 
 
 @dataclass(frozen=True)

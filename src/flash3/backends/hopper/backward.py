@@ -275,10 +275,14 @@ class BackwardKernel:
         smem = SmemAllocator()
         buffers = self.buffers(smem)
         size = spec.dtype.bytes
-        q_in, q_out = tma_pipe(smem, tiles, tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
-        do_in, do_out = tma_pipe(smem, tiles, tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
-        k_in, k_out = tma_pipe(smem, tiles, tiles.kv_stages, size * tiles.kv * spec.qk_width)
-        v_in, v_out = tma_pipe(smem, tiles, tiles.kv_stages, size * tiles.kv * spec.v_width)
+
+        def pipe(stages, stage_bytes):
+            return tma_pipe(smem, tiles.consumers, stages, stage_bytes).make_participants()
+
+        q_in, q_out = pipe(tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
+        do_in, do_out = pipe(tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
+        k_in, k_out = pipe(tiles.kv_stages, size * tiles.kv * spec.qk_width)
+        v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width)
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
             box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS)

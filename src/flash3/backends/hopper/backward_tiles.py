@@ -85,10 +85,6 @@ class BackwardTiles:
         return CONSUMERS
 
     @property
-    def blocks_per_sm(self) -> int:
-        return 1
-
-    @property
     def threads(self) -> int:
         return 128 * (1 + self.consumers)
 

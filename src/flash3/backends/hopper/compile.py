@@ -4,7 +4,6 @@ import functools
 import hashlib
 import importlib.metadata
 import platform
-import sys
 from pathlib import Path
 
 import cutlass.cute as cute
@@ -51,7 +50,9 @@ def _arrays(layout: SequenceLayout, batch) -> Arrays | None:
 
 
 def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
-    """The compiled function: f(q, k, v, out, lse, sink, counter, q_arrays, k_arrays, numbers), on the framework's current stream.
+    """The compiled function, to be exported:
+
+    f(q, k, v, out, lse, sink, counter, q_arrays, k_arrays, numbers), on the framework's current stream.
 
     q_arrays and k_arrays are operands.Arrays (None: dense), numbers is operands.Numbers; None where the spec has nothing.
     """
@@ -79,6 +80,7 @@ def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
         numbers,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
+        no_jit_engine=True,  # nothing is called here: without it the DSL, on a GPU machine, generates and links host code once more
     )
 
 
@@ -95,8 +97,8 @@ def load_object(path: Path):
 
 @functools.cache
 def source_hash() -> str:
-    """Of every file that the generated code depends on: all of this folder but the plans, which only call it."""
-    kernels = [f for f in sorted(Path(__file__).parent.glob("*.py")) if not f.name.endswith("plan.py")]
+    """Of every file that the generated code depends on: all of this folder but those that only choose among kernels and call them."""
+    kernels = [f for f in sorted(Path(__file__).parent.glob("*.py")) if f.name != "space.py" and not f.name.endswith("plan.py")]
     files = [*kernels, *(Path(m.__file__) for m in (mask, problem, sequences))]
     text = hashlib.sha256()
     for file in files:
@@ -104,11 +106,18 @@ def source_hash() -> str:
     return text.hexdigest()
 
 
+def toolkit() -> str:
+    """The CUDA toolkit inside of the DSL, cu12 or cu13: the newest installed one that the driver supports; without a driver, the newest."""
+    from cutlass._mlir._mlir_libs import _cutlass_ir
+
+    return Path(_cutlass_ir.__file__).name.split(".")[1]
+
+
 def fingerprint() -> str:
     """What the code of a key depends on besides the key."""
     versions = [importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
-    python = ".".join(map(str, sys.version_info[:2]))
-    return " ".join([source_hash(), *versions, python, platform.machine(), TARGET])
+    # No Python version: an object holds machine code only. No driver version either: it decides about the toolkit, and nothing else.
+    return " ".join([source_hash(), *versions, toolkit(), platform.machine(), TARGET])
 
 
 @functools.cache
@@ -119,3 +128,13 @@ def _cache(folder: str | None) -> KernelCache:
 def kernel(spec: ForwardSpec, tiles: Tiles):
     """The function of a key, ready to launch: compiled once, then kept in memory and on disk."""
     return _cache(settings.cache_dir).get((spec, tiles), functools.partial(build_object, spec, tiles), load_object)
+
+
+def is_compiled(spec: ForwardSpec, tiles: Tiles) -> bool:
+    """Whether the kernel of a key is in the cache."""
+    return _cache(settings.cache_dir).has((spec, tiles))
+
+
+def warm(spec: ForwardSpec, tiles: Tiles) -> bool:
+    """Have the kernel of a key on disk. False: it was there."""
+    return _cache(settings.cache_dir).warm((spec, tiles), functools.partial(build_object, spec, tiles))

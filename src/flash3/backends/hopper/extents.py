@@ -67,29 +67,42 @@ def loadable(extent: Extent) -> Extent:
     return Extent(extent.row, extent.start * some, cutlass.max(extent.length, Int32(1)))
 
 
-def rows_view(m, layout: SequenceLayout):
-    """A tensor as TMA is told of it: (rows, columns, heads, batch), packed (rows, columns, heads, end), padded (…, batch, end)."""
+def rows_view(m, layout: SequenceLayout, heads: int = 1):
+    """A tensor as TMA is told of it: (rows, columns, heads, batch), packed (rows, columns, heads, end), padded (…, batch, end).
+
+    Where several heads share a tile, ((heads, rows), columns, …): a row of the tile is a pair.
+    """
     if layout.kind is SequenceKind.DENSE:
-        return cute.make_tensor(m.iterator, cute.select(m.layout, mode=[1, 3, 2, 0]))
-    if layout.kind is SequenceKind.PACKED:
-        _, heads, columns = m.shape
+        view, back = cute.select(m.layout, mode=[1, 3, 2, 0]), 0
+    elif layout.kind is SequenceKind.PACKED:
+        _, num_heads, columns = m.shape
         row, head, column = m.stride
-        view = cute.make_layout((SEQUENCE_LIMIT, columns, heads, MOST_ROWS), stride=(row, column, head, row))
-        back = (-SEQUENCE_LIMIT, 0, 0, 0)
+        view = cute.make_layout((SEQUENCE_LIMIT, columns, num_heads, MOST_ROWS), stride=(row, column, head, row))
+        back = -SEQUENCE_LIMIT
     else:
-        batch, _, heads, columns = m.shape
+        batch, _, num_heads, columns = m.shape
         first, row, head, column = m.stride
-        view = cute.make_layout((SEQUENCE_LIMIT, columns, heads, batch, MOST_ROWS), stride=(row, column, head, first, row))
-        back = (-SEQUENCE_LIMIT, 0, 0, 0, 0)
-    return cute.domain_offset(back, cute.make_tensor(m.iterator, view))
+        view = cute.make_layout((SEQUENCE_LIMIT, columns, num_heads, batch, MOST_ROWS), stride=(row, column, head, first, row))
+        back = -SEQUENCE_LIMIT
+    tensor = cute.make_tensor(m.iterator, view)
+    if back:
+        tensor = cute.domain_offset((back, *(0 for _ in view.shape[1:])), tensor)
+    if heads == 1:
+        return tensor
+    shape, stride = view.shape, view.stride
+    pairs = cute.make_layout(((shape[2], shape[0]), shape[1], *shape[3:]), stride=((stride[2], stride[0]), stride[1], *stride[3:]))
+    return cute.make_tensor(tensor.iterator, pairs)
 
 
 def tile_of(tensor, tile, block, column, head, extent: Extent, layout: SequenceLayout):
-    """A tile of a TMA tensor: rows from block·tile of the sequence, columns from column·tile."""
+    """A tile of a TMA tensor: rows from block·tile of the sequence, columns from column·tile. Where the tile's rows are pairs, `head`
+    counts groups of heads."""
+    pairs = isinstance(tile[0], tuple)
+    at = ((head, block), column) if pairs else (block, column, head)
     if layout.kind is SequenceKind.DENSE:
-        return cute.local_tile(tensor, tile, (block, column, head, extent.row))
+        return cute.local_tile(tensor, tile, (*at, extent.row))
     end = extent.start + extent.length
+    at = (*at, end) if layout.kind is SequenceKind.PACKED else (*at, extent.row, end)
     offset = SEQUENCE_LIMIT - extent.length
-    if layout.kind is SequenceKind.PACKED:
-        return cute.local_tile(cute.domain_offset((offset, 0, 0, 0), tensor), tile, (block, column, head, end))
-    return cute.local_tile(cute.domain_offset((offset, 0, 0, 0, 0), tensor), tile, (block, column, head, extent.row, end))
+    first = ((0, offset) if pairs else offset, *(0 for _ in at[1:]))
+    return cute.local_tile(cute.domain_offset(first, tensor), tile, at)

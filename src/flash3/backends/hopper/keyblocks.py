@@ -7,13 +7,14 @@ is their first.
 Plain arithmetic: tests run it on ints, kernels on Int32 with their own `minimum` and `maximum`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ... import mask
 from ...mask import MaskKind
 from ...sequences import SequenceKind
-from .tiles import ROWS_PER_CONSUMER, ForwardSpec, Tiles, Turns
+from .tiles import ForwardSpec, Tiles, Turns
 
 
 @dataclass
@@ -42,6 +43,12 @@ def consumers_part(spec: ForwardSpec, tiles: Tiles) -> bool:
     return spec.mask_kind is not MaskKind.FULL and tiles.turns is Turns.FREE
 
 
+def level_of(k_len: Any, tiles: Tiles, maximum: Callable[..., Any] = max, bit_length: Callable[[Any], Any] = int.bit_length) -> Any:
+    """How long a sequence with queries is, in powers of two from 1: the bit length of its number of key blocks, which a tile costs at
+    most."""
+    return maximum(1, bit_length((k_len + tiles.kv - 1) // tiles.kv))
+
+
 @dataclass(frozen=True)
 class Walk:
     """The blocks of one work tile. k_len and the fields of bounds are ints, or a kernel's Int32."""
@@ -62,7 +69,7 @@ class Walk:
     def of_tile(self) -> TileBlocks:
         """The blocks that any row of the tile sees."""
         tiles = self.tiles
-        whole = self._ranges(self.q_block * tiles.q, tiles.q)
+        whole = self._ranges(self.q_block * tiles.queries, tiles.queries)
         count = whole.end - whole.begin
         empty = 1 - self.minimum(1, count)
         hidden = self.k_len // tiles.kv + 1 if self.spec.k_layout.kind is SequenceKind.DENSE else 0
@@ -75,11 +82,12 @@ class Walk:
             # Without keys interior is -1, which a loop takes for 0: a maximum would cost instructions in every step.
             last = (self.k_len + tiles.kv - 1) // tiles.kv - 1
             return KeyBlocks(0, maximum(last, 0), 0, last, 0, 0)
-        whole = self._ranges(self.q_block * tiles.q, tiles.q)
+        whole = self._ranges(self.q_block * tiles.queries, tiles.queries)
         end_of_tile = maximum(whole.end, whole.begin + 1)
         part = whole
         if consumers_part(self.spec, tiles):
-            part = self._ranges(self.q_block * tiles.q + consumer * ROWS_PER_CONSUMER, ROWS_PER_CONSUMER)
+            mine = tiles.queries_per_consumer
+            part = self._ranges(self.q_block * tiles.queries + consumer * mine, mine)
         begin = minimum(part.begin, end_of_tile - 1)
         end = maximum(part.end, begin + 1)
         first = end - 1
@@ -88,7 +96,7 @@ class Walk:
         left_edge = full_begin - begin if self.spec.mask_kind is not MaskKind.CAUSAL else 0
         half = 0
         if consumers_part(self.spec, tiles):
-            last_row = self.q_block * tiles.q + (consumer + 1) * ROWS_PER_CONSUMER - 1
+            last_row = self.q_block * tiles.queries + (consumer + 1) * tiles.queries_per_consumer - 1
             _, seen = mask.visible_keys(last_row, self.k_len, self.bounds, self.spec.mask_kind, minimum, maximum)
             half = minimum(1, maximum(0, first * tiles.kv + tiles.kv // 2 + 1 - seen))
         return KeyBlocks(end_of_tile - end, first, first - full_end, full_end - full_begin, left_edge, begin - whole.begin, half)

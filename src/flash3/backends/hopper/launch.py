@@ -54,6 +54,7 @@ def numbers(spec: ForwardSpec, tiles: Tiles, sizes: Sizes, mask: Mask, multiproc
         bounds.q_offset,
         bounds.k_offset,
         int(mask.q_offset is None),
-        heuristics.head_group(spec, sizes.k_len, sizes.batch * sizes.heads_q),
+        max(1, heuristics.head_group(spec, sizes.k_len, sizes.batch * sizes.heads_q) // tiles.heads),
         multiprocessors,
+        heuristics.first_level(tiles, sizes, multiprocessors),
     )

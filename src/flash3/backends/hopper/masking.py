@@ -21,11 +21,11 @@ def bounds_of(numbers: MaskNumbers, q_len: Int32, k_len: Int32) -> mask.Bounds:
 
 @dataclass
 class FragmentMask:
-    """For one thread: rows `first_row` and `first_row + 8` of the query tile, columns first_column + 8j + {0, 1} of a block."""
+    """For one thread: its rows' queries, counted from the tile's first, and columns first_column + 8j + {0, 1} of a block."""
 
-    first_row: Int32
+    first_query: Int32  # of the first row; the second row's is ROW_STEP // heads further
     first_column: Int32
-    tile_row: Int32  # the query tile's first row in its sequence
+    tile_query: Int32  # the tile's first query in its sequence
     q_len: Int32
     k_len: Int32
     numbers: MaskNumbers
@@ -37,8 +37,8 @@ class FragmentMask:
         rows = as_rows(S)
         bounds = bounds_of(self.numbers, self.q_len, self.k_len)
         for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
-            row = self.tile_row + self.first_row + ROW_STEP * r
-            begin, end = mask.visible_keys(row, self.k_len, bounds, self.spec.mask_kind, cutlass.min, cutlass.max)
+            query = self.tile_query + self.first_query + ROW_STEP // self.tiles.heads * r
+            begin, end = mask.visible_keys(query, self.k_len, bounds, self.spec.mask_kind, cutlass.min, cutlass.max)
             first = first_key + self.first_column
             for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
                 column = (c // 2) * 8 + c % 2

@@ -21,8 +21,9 @@ class Numbers(NamedTuple):
     q_offset: Int32  # position of query row 0, of the row that meets the last key when bottom_right is 1
     k_offset: Int32
     bottom_right: Int32  # 1: k_len - q_len of each sequence is added to q_offset
-    head_group: Int32  # heads visited together, so that their K and V stay in L2
+    head_group: Int32  # of Sizes.heads, how many are visited together, so that their K and V stay in L2
     multiprocessors: Int32
+    first_level: Int32  # heuristics.first_level
 
 
 class Arrays(NamedTuple):
@@ -40,9 +41,10 @@ class Sizes:
 
     q_len: Int32  # of a dense sequence
     k_len: Int32
-    heads: Int32  # query heads
+    heads: Int32  # query heads, or groups of those that share a tile
     batch: Int32
     head_group: Int32
+    first_level: object  # of queries whose lengths only the device knows; else None
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Operands:
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo
     o: cpasync.TmaInfo
+    out: object  # O itself, where rows of no sequence are to be cleared; else None
     lse: object  # float32 tensor (batch, heads, q_len), packed (heads, rows); None where not asked for
     sink: object  # float32 tensor (heads,) or None
     counter: cute.Tensor  # int32, 0 at launch and again at its end

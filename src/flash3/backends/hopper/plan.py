@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import tuned
 from ...plan import Plan
 from ...problem import DType, Problem, Request, ScaleKind, Task, TensorInfo
 from ...sequences import Dense, Packed, Padded, Paged, SequenceKind, Sequences
-from ..base import Refusal, Support
-from . import backward_budget, backward_plan, budget, heuristics, launch
+from ..base import Footprint, Refusal, Support
+from . import backward_budget, backward_plan, budget, heuristics, launch, roles, space
 from .backward_tiles import BackwardSpec, BackwardTiles
-from .tiles import DENSE, SEQUENCE_LIMIT, ForwardSpec, SequenceLayout, Tiles
+from .tiles import DENSE, SEQUENCE_LIMIT, ForwardSpec, ScaleSign, SequenceLayout, Tiles
 
 CAPABILITY = (9, 0)
 MOST_WORK_TILES = 1 << 31
@@ -30,6 +31,13 @@ def compiled(spec: ForwardSpec | BackwardSpec, tiles: Any) -> Kernel:
     from . import backward_compile, compile
 
     return backward_compile.kernel(spec, tiles) if isinstance(spec, BackwardSpec) else compile.kernel(spec, tiles)
+
+
+def packed(numbers: tuple[float | int, ...]) -> Any:
+    """As TVM-FFI keeps a tuple, so that it need not be made at every call."""
+    from tvm_ffi import convert
+
+    return convert(numbers)
 
 
 class HopperBackend:
@@ -67,15 +75,15 @@ class HopperBackend:
         Raises:
             ValueError: `tiles` do not fit; the message says why.
         """
-        spec = problem.spec
-        if spec.task is Task.BACKWARD:
+        if problem.spec.task is Task.BACKWARD:
             return self._backward(problem, tiles)
-        base = launch.forward_spec(spec, problem.sizes.scale, _least(spec.q_sequences), _least(spec.k_sequences))
-        chosen = tiles or heuristics.choose(base, problem.sizes.k_len)
+        base = _forward_spec(problem)
+        chosen, origin = (tiles, "as given") if tiles is not None else self._choose(problem, base)
         wrong = budget.problems(base, chosen)
         if wrong:
             raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
-        return Plan(backend=self.name, problem=problem, run=Forward(problem, chosen, self._kernels), tiles=chosen)
+        forward = Forward(problem, chosen, self._kernels)
+        return Plan(backend=self.name, problem=problem, run=forward, prepare=forward.prepare, tiles=chosen, notes=(f"tiles {origin}",))
 
     def _backward(self, problem: Problem, tiles: BackwardTiles | None) -> Plan:
         spec = problem.spec
@@ -85,7 +93,66 @@ class HopperBackend:
         if wrong:
             raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
         run = backward_plan.Backward(problem, chosen, self._kernels, _layout, _arrays, _tma_ready)
-        return Plan(backend=self.name, problem=problem, run=run, tiles=chosen)
+        return Plan(
+            backend=self.name,
+            problem=problem,
+            run=run,
+            tiles=chosen,
+            notes=("tiles by the heuristic" if tiles is None else "tiles as given",),
+        )
+
+    def _choose(self, problem: Problem, base: ForwardSpec) -> tuple[Tiles, str]:
+        """The tuned table first, the heuristic second."""
+        key = self.tuning_key(problem)
+        found = tuned.find(self.name, problem, key, Tiles, lambda tiles: budget.problems(base, tiles))
+        if found:
+            return found[0], f"by the tuned table {found[1]}"
+        return heuristics.choose(base, problem.sizes.k_len, problem.sizes.q_len), "by the heuristic"
+
+    def tuning_space(self, problem: Problem) -> list[Tiles]:
+        """See backends.base.Tunable."""
+        base = _forward_spec(problem)
+        return space.legal(base, heuristics.choose(base, problem.sizes.k_len, problem.sizes.q_len))
+
+    def tuning_key(self, problem: Problem) -> ForwardSpec:
+        """The kernel spec in which neither the LSE nor the sign of the scale counts: neither decides which tiles are best."""
+        return replace(_forward_spec(problem), lse=True, scale_sign=ScaleSign.POSITIVE)
+
+    def footprint(self, problem: Problem, tiles: Tiles | None = None) -> Footprint:
+        """See backends.base.Tunable. Registers are a consumer's, after setmaxnreg."""
+        base, sizes = _forward_spec(problem), problem.sizes
+        chosen = tiles or self._choose(problem, base)[0]
+        return Footprint(
+            q_block=chosen.queries,
+            kv_block=chosen.kv,
+            smem_bytes=budget.smem_bytes(base, chosen),
+            registers=roles.consumer_registers(chosen),
+            threads=chosen.threads,
+            head_group=heuristics.head_group(base, sizes.k_len, sizes.batch * sizes.heads_q),
+            heads=chosen.heads,
+            persistent=True,
+        )
+
+    def is_compiled(self, problem: Problem, tiles: Tiles | None = None) -> bool:
+        """See backends.base.Tunable. For lengths given as arrays: the layout without optional arrays."""
+        from .compile import is_compiled
+
+        base = _forward_spec(problem)
+        return is_compiled(base, tiles or self._choose(problem, base)[0])
+
+    def compile(self, problem: Problem, tiles: Tiles | None = None) -> bool:
+        """See backends.base.Tunable."""
+        from .compile import warm
+
+        base = _forward_spec(problem)
+        return warm(base, tiles or self._choose(problem, base)[0])
+
+
+def _forward_spec(problem: Problem) -> ForwardSpec:
+    spec = problem.spec
+    if spec.task is not Task.FORWARD:
+        raise NotImplementedError("the hopper backend has tiles to choose from for the forward only")
+    return launch.forward_spec(spec, problem.sizes.scale, _least(spec.q_sequences), _least(spec.k_sequences))
 
 
 def _unsupported(problem: Problem) -> list[str]:
@@ -113,69 +180,80 @@ def _aligned(t: TensorInfo) -> bool:
     return t.aligned and all(n <= 1 or s % step == 0 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))
 
 
+Launch = Callable[..., None]
+"""launch(q, k, v, out, lse, sink, q_arrays, k_arrays), see flash3.plan.Plan."""
+
+
 @dataclass
 class Forward:
-    """A plan's `run(request, out, lse)`, for requests of the plan's own problem: fills out and lse on the current stream.
-
-    Microseconds count here: what the problem decides is decided once.
-    """
+    """A plan's `run(request, out, lse)`, for requests of the plan's own problem: fills out and lse on the current stream."""
 
     problem: Problem
     tiles: Tiles
     kernels: Callable[[ForwardSpec, Tiles], Kernel]
-    ready: dict[tuple[SequenceLayout, SequenceLayout], tuple[Kernel, tuple[float | int, ...]]] = field(default_factory=dict)
-    dense: tuple[Kernel, tuple[float | int, ...]] | None = None
+    launches: dict[tuple[SequenceLayout, SequenceLayout], Launch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.problem
-        self.straight = all(_straight(t.strides, t.dtype.bytes) for t in (p.q, p.k, p.v) if isinstance(t.dtype, DType))
         self.nothing = math.prod(p.out_shape) == 0 or p.sizes.batch == 0
         self.no_keys = math.prod(p.k.shape) == 0
 
     def __call__(self, request: Request, out: Tensor, lse: Tensor | None) -> None:
-        index = out.device.index
-        if index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                self(request, out, lse)
+        if self.nothing:  # but perhaps rows of no sequence
+            _fill_empty(out, lse, sink=None)
             return
-        if self.nothing or self.no_keys or type(request.q_sequences) is not Dense or type(request.k_sequences) is not Dense:
-            self._uneven(request, out, lse, index)
-            return
-        if self.dense is None:
-            self.dense = self._prepare(DENSE, DENSE)
-        kernel, numbers = self.dense
-        kernel(*self._tensors(request), out, lse, request.sink, counter(index), None, None, numbers)
-
-    def _uneven(self, request: Request, out: Tensor, lse: Tensor | None, index: int) -> None:
-        """Sequences of unequal lengths, and what needs no launch at all."""
         if request.k_sequences.kind is SequenceKind.PAGED:
             request = gathered(request)
-        layouts = _layout(request.q_sequences), _layout(request.k_sequences)
-        if _leaves_rows(layouts[0]):
-            _fill_empty(request, out, lse, sink=None)
-        if self.nothing:
+        if self.no_keys and request.q_sequences.kind is SequenceKind.DENSE:
+            _fill_empty(out, lse, sink=request.sink)
             return
-        if self.no_keys:
-            _fill_empty(request, out, lse, sink=request.sink)
-            return
-        prepared = self.ready.get(layouts)
-        if prepared is None:
-            prepared = self.ready[layouts] = self._prepare(*layouts)
-        kernel, numbers = prepared
+        if self.no_keys:  # TMA needs some storage, and only the device knows which rows are a sequence's
+            request = with_empty_keys(request, self.problem.sizes.batch)
         arrays = _arrays(request.q_sequences), _arrays(request.k_sequences)
-        kernel(*self._tensors(request), out, lse, request.sink, counter(index), *arrays, numbers)
+        with torch.cuda.device_of(out):
+            self._launch(request)(request.q, request.k, request.v, out, lse, request.sink, *arrays)
 
-    def _tensors(self, request: Request) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = request.q, request.k, request.v
-        if self.straight and not (q.requires_grad or k.requires_grad or v.requires_grad):
-            if not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
-                return q, k, v
-        return _tma_ready(q), _tma_ready(k), _tma_ready(v)
+    def prepare(self, request: Request) -> Launch | None:
+        """See flash3.plan.Plan."""
+        if self.nothing or self.no_keys or request.k_sequences.kind is SequenceKind.PAGED:
+            return None
+        return self._launch(request)
 
-    def _prepare(self, q_layout: SequenceLayout, k_layout: SequenceLayout) -> tuple[Kernel, tuple[float | int, ...]]:
+    def _launch(self, request: Request) -> Launch:
+        layouts = _layout(request.q_sequences), _layout(request.k_sequences)
+        if layouts not in self.launches:
+            self.launches[layouts] = self._make_launch(*layouts)
+        return self.launches[layouts]
+
+    def _make_launch(self, q_layout: SequenceLayout, k_layout: SequenceLayout) -> Launch:
+        """Microseconds count in what this returns: what the problem and the layouts decide is decided here."""
         p = self.problem
         spec = launch.forward_spec(p.spec, p.sizes.scale, q_layout, k_layout)
-        return self.kernels(spec, self.tiles), launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors)
+        kernel = self.kernels(spec, self.tiles)
+        numbers = packed(launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors))
+        straight = all(_straight(t.strides, t.dtype.bytes) for t in (p.q, p.k, p.v) if isinstance(t.dtype, DType))
+        device = p.device.index
+        current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a torch without CUDA only plans
+        counters = _counters.setdefault(device, {})
+
+        def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sink: Any, q_arrays: Any, k_arrays: Any) -> None:
+            stream = current_stream(device)
+            work = counters.get(stream)
+            if work is None or stream:
+                work = counter(device, stream)
+            try:
+                kernel(q, k, v, out, lse, sink, work, q_arrays, k_arrays, numbers)
+            except Exception:
+                # The compiled function refuses pointers and strides that TMA cannot take, before it launches: no need to look first.
+                ready = _tma_ready(q), _tma_ready(k), _tma_ready(v)
+                if all(a is b for a, b in zip(ready, (q, k, v), strict=True)):
+                    raise
+                kernel(*ready, out, lse, sink, work, q_arrays, k_arrays, numbers)
+
+        def copying(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+            run(_tma_ready(q), _tma_ready(k), _tma_ready(v), *rest)
+
+        return run if straight else copying
 
 
 def _straight(strides: tuple[int, ...], element_bytes: int) -> bool:
@@ -197,6 +275,13 @@ def gathered(request: Request) -> Request:
 
     padded = Padded(lengths=pages.lengths, leftpad=pages.leftpad)
     return replace(request, k=copy(request.k), v=copy(request.v), k_sequences=padded)
+
+
+def with_empty_keys(request: Request, batch: int) -> Request:
+    """A request without any key, its keys in padded storage of which every sequence uses nothing."""
+    k, v = (t.new_zeros(batch, 1, *t.shape[-2:]) for t in (request.k, request.v))
+    lengths = torch.zeros(batch, dtype=torch.int32, device=k.device)
+    return replace(request, k=k, v=v, k_sequences=Padded(lengths=lengths))
 
 
 def _layout(sequences: Sequences) -> SequenceLayout:
@@ -226,12 +311,7 @@ def _arrays(sequences: Sequences) -> tuple[Tensor | None, ...] | None:
     return None
 
 
-def _leaves_rows(layout: SequenceLayout) -> bool:
-    """Whether storage may hold rows of no sequence, which no tile writes. (Packed storage may be longer than its last sequence.)"""
-    return layout.kind is not SequenceKind.DENSE
-
-
-def _fill_empty(request: Request, out: Tensor, lse: Tensor | None, sink: Tensor | None) -> None:
+def _fill_empty(out: Tensor, lse: Tensor | None, sink: Tensor | None) -> None:
     """What rows without keys hold."""
     out.zero_()
     if lse is None:
@@ -244,7 +324,6 @@ def _fill_empty(request: Request, out: Tensor, lse: Tensor | None, sink: Tensor 
 
 def _tma_ready(t: Tensor) -> Tensor:
     """As TMA can read it: a copy only where rows do not start at multiples of 16 bytes."""
-    t = t.detach()
     step = TMA_ALIGNMENT_BYTES // t.element_size()
     if t.data_ptr() % TMA_ALIGNMENT_BYTES or any(s % step and n > 1 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)):
         return t.clone(memory_format=torch.contiguous_format)
@@ -255,16 +334,16 @@ def _tma_ready(t: Tensor) -> Tensor:
     return t.as_strided(t.shape, (*strides, 1))
 
 
-_counters: dict[tuple[int, int], Tensor] = {}
+_counters: dict[int, dict[int, Tensor]] = {}
+"""By device and stream."""
 
 
-def counter(device: int) -> Tensor:
+def counter(device: int, stream: int) -> Tensor:
     """The work counter: 0 at every launch, and left at 0. One per stream, since launches of two streams may overlap; inside a graph
-    capture a new one, since graphs may be replayed on any stream."""
-    if torch.cuda.is_current_stream_capturing():
+    capture a new one, since graphs may be replayed on any stream. (The default stream, 0, cannot capture.)"""
+    if stream and torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
-    key = device, torch._C._cuda_getCurrentRawStream(device)
-    found = _counters.get(key)
+    found = _counters[device].get(stream)
     if found is None:
-        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+        found = _counters[device][stream] = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
     return found

@@ -4,7 +4,8 @@ A block's first tile is its own number; each further one comes from a counter in
 numbers into tiles and tells the consumers (Follower) through shared memory, so the divisions and the search are done once.
 
 Heads come in groups whose K and V fit in L2; inside a group the query block is the slow index, the longest first. Where queries are
-ragged the number of tiles is known to the device only: the producer warp walks over the batch, 32 sequences at a time.
+ragged the number of tiles is known to the device only: the producer warp walks over the batch, 32 sequences at a time. It walks several
+times, first over the longest sequences: those of one level have as many key blocks to within a factor of two.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from cutlass import Boolean, Int32, const_expr, pipeline
 from ...mask import MaskKind
 from ...sequences import SequenceKind
 from .extents import Extent, SequenceArrays, extent_of
+from .keyblocks import level_of
 from .operands import Sizes
 from .tiles import ForwardSpec, Tiles
 
@@ -24,7 +26,7 @@ LANES = 32
 
 @dataclass
 class WorkTile:
-    """One tile of queries of one head."""
+    """One tile of queries of one head, or of as many as share a tile: `head` counts these groups."""
 
     q_block: Int32
     head: Int32
@@ -43,10 +45,12 @@ class RaggedTile(WorkTile):
 
 @dataclass
 class Position:
-    """How far the walk over a ragged batch has come: sequences before `batch` have `tiles` tiles in all."""
+    """How far the walks over a ragged batch have come: `tiles` tiles so far, at `batch` of the walk over sequences of `level`."""
 
+    level: Int32  # 0: all are done
     batch: Int32
     tiles: Int32
+    below: Int32  # the next level, as far as this walk has seen
 
 
 def is_ragged(spec: ForwardSpec) -> bool:
@@ -68,18 +72,33 @@ def tile_in(index: Int32, num_q_blocks: Int32, heads: Int32, head_group: Int32, 
     return q_block, head
 
 
+def bit_length(n: Int32) -> Int32:
+    return 32 - Int32(cute.arch.clz(n))
+
+
 @cute.jit
 def search(
-    index: Int32, at: Position, lane: Int32, arrays: SequenceArrays, sizes: Sizes, spec: cutlass.Constexpr, tiles: cutlass.Constexpr
+    index: Int32,
+    at: Position,
+    lane: Int32,
+    arrays: SequenceArrays,
+    k_arrays: SequenceArrays,
+    sizes: Sizes,
+    spec: cutlass.Constexpr,
+    tiles: cutlass.Constexpr,
 ):
     """The sequence that holds tile `index`, and its number among the sequence's tiles. Past the end: batch = sizes.batch."""
     found = Boolean(False)
     batch, within, num_q_blocks = sizes.batch, Int32(0), Int32(1)
-    while not found and at.batch < sizes.batch:
+    while not found and at.level > 0:
         mine = at.batch + lane
-        q_blocks = Int32(0)
+        q_blocks, level = Int32(0), Int32(0)
         if mine < sizes.batch:
-            q_blocks = (extent_of(arrays, spec.q_layout, mine, sizes.q_len).length + tiles.q - 1) // tiles.q
+            q_len = extent_of(arrays, spec.q_layout, mine, sizes.q_len).length
+            k_len = extent_of(k_arrays, spec.k_layout, mine, sizes.k_len).length
+            q_blocks = (q_len + tiles.queries - 1) // tiles.queries
+            level = cutlass.min(level_of(k_len, tiles, cutlass.max, bit_length), sizes.first_level) if q_blocks > 0 else Int32(0)
+        q_blocks = q_blocks if level == at.level else Int32(0)
         upto = q_blocks * sizes.heads  # becomes the number of tiles of sequences at.batch … mine
         for step in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(upto, 1 << step)
@@ -93,7 +112,10 @@ def search(
             num_q_blocks = cute.arch.shuffle_sync(q_blocks, owner)
             within = ahead - (cute.arch.shuffle_sync(upto, owner) - num_q_blocks * sizes.heads)
         else:
-            at = Position(at.batch + LANES, at.tiles + total)
+            next_level = cute.arch.warp_redux_sync(level if level < at.level else Int32(0), "max")
+            at = Position(at.level, at.batch + LANES, at.tiles + total, cutlass.max(at.below, next_level))
+            if at.batch >= sizes.batch:
+                at = Position(at.below, Int32(0), at.tiles, Int32(0))
     return batch, within, num_q_blocks, at
 
 
@@ -152,19 +174,19 @@ class Dispatcher:
         slot.commit()
 
     def num_tiles(self) -> Int32:
-        """Known once the walk has come to the end of the batch."""
+        """Known once the last walk has come to the end of the batch."""
         if is_ragged(self.spec):
             return self.at.tiles
         return self.q_blocks() * self.sizes.heads * self.sizes.batch
 
     def q_blocks(self) -> Int32:
-        return (self.sizes.q_len + self.tiles.q - 1) // self.tiles.q
+        return (self.sizes.q_len + self.tiles.queries - 1) // self.tiles.queries
 
     @cute.jit
     def tile_at(self, index: Int32):
         z = self.sizes
         if const_expr(is_ragged(self.spec)):
-            batch, within, q_blocks, self.at = search(index, self.at, self.lane, self.arrays, z, self.spec, self.tiles)
+            batch, within, q_blocks, self.at = search(index, self.at, self.lane, self.arrays, self.k_arrays, z, self.spec, self.tiles)
             q_block, head = tile_in(within, q_blocks, z.heads, cutlass.min(z.head_group, z.heads), self.spec)
             valid = batch < z.batch
         else:

@@ -20,8 +20,8 @@ def smem_layout(element, rows: int, columns: int, stages: int):
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
 
-def q_layout(spec: ForwardSpec, tiles: Tiles):
-    return smem_layout(ELEMENTS[spec.dtype], tiles.q, spec.qk_width, 1)
+def q_layout(spec: ForwardSpec, rows: int):
+    return smem_layout(ELEMENTS[spec.dtype], rows, spec.qk_width, 1)
 
 
 def k_layout(spec: ForwardSpec, tiles: Tiles, stages: int):
@@ -64,6 +64,16 @@ def _mma(spec, tiles, b_major, columns, a_source):
         (ROWS_PER_CONSUMER, columns),
         a_source,
     )
+
+
+def query_rows(tiles: Tiles, rows: int):
+    """So many rows of a query tile as TMA counts them: where heads share a tile, pairs (head, query)."""
+    return rows if tiles.heads == 1 else (tiles.heads, rows // tiles.heads)
+
+
+def output_tile(tiles: Tiles):
+    """What a consumer sends at once."""
+    return query_rows(tiles, ROWS_PER_CONSUMER), tiles.o_columns
 
 
 def tma_load(mX, layout, tile):

@@ -89,8 +89,7 @@ class OutputStore:
     @cute.jit
     def send_part(self, tile: WorkTile, extent: Extent, part: cutlass.Constexpr[int]):
         block = tile.q_block * self.tiles.consumers + self.consumer
-        shape = (ROWS_PER_CONSUMER, self.tiles.o_columns)
-        rows = tile_of(self.tensor, shape, block, part, tile.head, extent, self.spec.q_layout)
+        rows = tile_of(self.tensor, storage.output_tile(self.tiles), block, part, tile.head, extent, self.spec.q_layout)
         source, target = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(self.rows, 0, 2), cute.group_modes(rows, 0, 2)
         )
@@ -101,9 +100,15 @@ class OutputStore:
     def write_lse(self, lse: cute.Tensor, tile: WorkTile, extent: Extent):
         if self.lane % LANES_PER_ROW == 0:
             for r in cutlass.range_constexpr(cute.size(lse)):
-                row = tile.q_block * self.tiles.q + self.first_row + ROW_STEP * r
-                if row < extent.length:
+                query = tile.q_block * self.tiles.queries + self.tiles.query_of(self.first_row) + ROW_STEP // self.tiles.heads * r
+                head = self.head_of(tile, r)
+                if query < extent.length:
                     if const_expr(self.spec.q_layout.kind is SequenceKind.PACKED):
-                        self.lse[tile.head, extent.start + row] = lse[r]
+                        self.lse[head, extent.start + query] = lse[r]
                     else:
-                        self.lse[tile.batch, tile.head, extent.start + row] = lse[r]
+                        self.lse[tile.batch, head, extent.start + query] = lse[r]
+
+    def head_of(self, tile: WorkTile, r: int) -> Int32:
+        """The query head of this thread's row r."""
+        heads = self.tiles.heads
+        return tile.head if heads == 1 else tile.head * heads + (self.first_row + ROW_STEP * r) % heads

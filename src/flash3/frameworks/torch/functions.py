@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,37 +15,99 @@ from ... import dispatch
 from ...dispatch import Explanation
 from ...mask import FULL, Mask
 from ...problem import Problem, check_differentiable, check_options
-from . import operators, plans
+from . import operators, recall
 from .describe import DTYPES, describe
 from .operators import Arguments, mask_numbers
 
 
 class Attention(torch.autograd.Function):
-    """attention_lse with its closed-form gradient; takes Arguments, flat."""
+    """attention_lse with its closed-form gradient; takes Arguments, flat, and then whether the LSE has a gradient too. (Where it has, a
+    compiled program brings a gradient of zeros for an LSE that nobody uses.)
+    """
 
     @staticmethod
     def forward(*flat: Any) -> tuple[Tensor, Tensor]:
-        return operators.attention_lse(*flat)
+        return operators.attention_lse(*flat[:-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+        *arguments, lse_has_gradient = inputs
+        tensors = [x if isinstance(x, Tensor) else None for x in arguments]
         ctx.save_for_backward(*output, *tensors)
-        ctx.values = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.values = [None if isinstance(x, Tensor) else x for x in arguments]
         ctx.set_materialize_grads(False)
+        ctx.lse_has_gradient = lse_has_gradient
+        if not lse_has_gradient:
+            ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        if d_out is None and d_lse is None:
-            return (None,) * len(tensors)
         inputs = [value if tensor is None else tensor for tensor, value in zip(tensors, ctx.values, strict=True)]
-        needs = list(ctx.needs_input_grad[:4])  # q, k, v, sink come first
-        given = torch.zeros_like(out) if d_out is None else d_out
-        differentiate = operators.attention_backward if torch.compiler.is_compiling() else AttentionBackward.apply
-        grads = differentiate(given, d_lse, out, lse, needs, *inputs)
-        wanted = [g if need else None for g, need in zip(grads, needs, strict=True)]
-        return (*wanted, *(None,) * (len(inputs) - len(wanted)))
+        d_lse = d_lse if ctx.lse_has_gradient else None
+        grads = gradients(d_out, d_lse, out, lse, list(ctx.needs_input_grad[:4]), inputs)  # q, k, v, sink come first
+        return (*grads, *(None,) * (len(inputs) + 1 - len(grads)))
+
+
+def gradients(
+    d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], inputs: Sequence[Any]
+) -> list[Tensor | None]:
+    """Of q, k, v and sink, those that are needed. inputs: Arguments."""
+    if d_out is None and d_lse is None:
+        return [None] * len(needs)
+    given = torch.zeros_like(out) if d_out is None else d_out
+    grads = _derivative(given, *inputs[:3])(given, d_lse, out, lse, needs, *inputs)
+    return [g if need else None for g, need in zip(grads, needs, strict=True)]
+
+
+def _derivative(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Sequence[Tensor]]:
+    """How attention_backward is called. The short way is for a gradient of which nobody can want one: autograd then runs a backward
+    without grad mode."""
+    if torch.compiler.is_compiling():
+        return operators.attention_backward
+    if torch.is_grad_enabled() or type(d_out) is not Tensor or not operators.unwatched(q, k, v):
+        return AttentionBackward.apply
+    return operators.backward
+
+
+class RememberedAttention(torch.autograd.Function):
+    """Attention, by a path that was remembered: takes the path and the tensors that are given."""
+
+    @staticmethod
+    def forward(ctx: Any, path: DifferentiablePath, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        out, lse = path.forward(q, k, v, *others)
+        ctx.path = path
+        ctx.save_for_backward(out, lse, q, k, v, *others)
+        ctx.set_materialize_grads(False)
+        return (out, lse) if path.return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        path: DifferentiablePath = ctx.path
+        inputs = path.rest._replace(**dict(zip(path.names, tensors, strict=True)))  # type: ignore[arg-type]
+        needs = [name in path.names and ctx.needs_input_grad[1 + path.names.index(name)] for name in ("q", "k", "v", "sink")]
+        grads = gradients(d_out, d_lse, out, lse, needs, inputs)
+        by_name = dict(zip(("q", "k", "v", "sink"), grads, strict=True))
+        return (None, *(by_name.get(name) for name in path.names))
+
+
+@dataclass(frozen=True)
+class DifferentiablePath:
+    """forward takes the tensors called names; rest is what else the call said."""
+
+    forward: recall.Path
+    names: list[str]
+    rest: Arguments
+    return_lse: bool
+
+    @staticmethod
+    def of(forward: recall.Path, a: Arguments, return_lse: bool) -> recall.Path:
+        names = [name for name, value in a._asdict().items() if isinstance(value, Tensor)]
+        rest = a._replace(**dict.fromkeys(names))  # type: ignore[arg-type]
+        # Function.apply itself first looks for what a guard has excluded (transforms of torch.func), for a third of its time.
+        apply = super(torch.autograd.Function, RememberedAttention).apply
+        return functools.partial(apply, DifferentiablePath(forward, names, rest, return_lse))
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -74,7 +139,7 @@ def run(arguments: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor
         check_differentiable(DTYPES.get(a.q.dtype, str(a.q.dtype)), a.qv is not None)
         if not torch.compiler.is_compiling() and operators.unwatched(a.q, a.k, a.v):
             operators.backward_plan(a)  # a gradient that no backend has is refused now, not in the middle of training
-        out, lse = Attention.apply(*(_apart(a) if torch.compiler.is_compiling() else a))
+        out, lse = Attention.apply(*(_apart(a) if torch.compiler.is_compiling() else a), return_lse)
         return (out, lse) if return_lse else out
     return run_without_gradient(a, return_lse)
 
@@ -148,26 +213,16 @@ def attention(
         TypeError, ValueError: an argument is wrong; the message names it, its value and what is allowed.
         NotImplementedError: no backend supports the combination; the message lists each with its reason.
     """
-    key = None
-    if not torch.compiler.is_compiling() and sink is None and _quiet(q, k, v) and (mask is None or type(mask) is Mask):
-        key = plans.shortcut_key(q, k, v, mask, scale, softcap, return_lse, deterministic, backend)
-        known = plans.shortcut(key)
-        if known is not None:
-            out, lse = known.run(q, k, v)
-            return out if lse is None else (out, lse)
+    tensors = (q, k, v) if sink is None else (q, k, v, sink)
+    said = recall.saying(mask, scale, type(scale), softcap, type(softcap), return_lse, deterministic, backend, sink is None)
+    path = recall.find(said, tensors)
+    if path is not None:
+        return path(*tensors)
     check_tensors(q=q, k=k, v=v)
     arguments = Arguments(q, k, v, sink=sink, deterministic=deterministic, backend=backend, **options(mask, scale, softcap))
     result = run(arguments, return_lse)
-    if key is not None:
-        plans.add_shortcut(key, arguments, return_lse)
+    recall.remember(said, tensors, arguments, return_lse, DifferentiablePath.of)
     return result
-
-
-def _quiet(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """No gradient is wanted, and nothing watches."""
-    if not operators.unwatched(q, k, v):
-        return False
-    return not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
 
 
 def attention_varlen(
@@ -210,6 +265,14 @@ def attention_varlen(
     Raises:
         TypeError, ValueError, NotImplementedError: as in `attention`.
     """
+    longest_q, longest_k = length_bound("max_seqlen_q", max_seqlen_q), length_bound("max_seqlen_k", max_seqlen_k)
+    given: Any = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    tensors = tuple([t for t in given if t is not None])
+    options_ = (mask, scale, type(scale), softcap, type(softcap), return_lse, deterministic, backend, longest_q, longest_k)
+    said = recall.saying("varlen", *options_, *[t is None for t in given])
+    path = recall.find(said, tensors)
+    if path is not None:
+        return path(*tensors)
     check_tensors(q=q, k=k, v=v)
     arguments = Arguments(
         q,
@@ -220,13 +283,15 @@ def attention_varlen(
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
-        max_seqlen_q=length_bound("max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=length_bound("max_seqlen_k", max_seqlen_k),
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
         deterministic=deterministic,
         backend=backend,
         **options(mask, scale, softcap),
     )
-    return run(arguments, return_lse)
+    result = run(arguments, return_lse)
+    recall.remember(said, tensors, arguments, return_lse, DifferentiablePath.of)
+    return result
 
 
 def length_bound(name: str, value: Any) -> int | None:

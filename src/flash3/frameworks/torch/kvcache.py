@@ -17,6 +17,7 @@ from ...mask import Mask
 from ...problem import check_values
 from ...sequences import Packed
 from ...settings import settings
+from . import recall
 from .functions import check_tensors, length_bound, options, run_without_gradient
 from .operators import Arguments
 from .plans import prepared
@@ -96,6 +97,17 @@ def attention_kvcache(
     Raises:
         TypeError, ValueError, NotImplementedError: as in `attention`; the cache is then unchanged.
     """
+    longest = length_bound("max_seqlen_q", max_seqlen_q)
+    tensors: tuple[Tensor, ...] = ()
+    said = None
+    if k_new is None and v_new is None and rotary is None and num_splits is None and isinstance(cache, KVCache):
+        given = (q, cache.k, cache.v, sink, cu_seqlens_q, cache.lengths, cache.leftpad, cache.batch_index, cache.page_table)
+        tensors = tuple([t for t in given if t is not None])
+        options_ = (mask, scale, type(scale), softcap, type(softcap), return_lse, backend, longest)
+        said = recall.saying("kvcache", *options_, *[t is None for t in given])
+        path = recall.find(said, tensors)
+        if path is not None:
+            return path(*tensors)
     _check_cache(cache)
     check_tensors(q=q, **{name: t for name, t in (("k_new", k_new), ("v_new", v_new), ("sink", sink)) if t is not None})
     new = NewTokens(k_new, v_new, cu_seqlens_q if k_new is not None and k_new.dim() == 3 else None)
@@ -109,7 +121,7 @@ def attention_kvcache(
         cache.v,
         sink=sink,
         cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=length_bound("max_seqlen_q", max_seqlen_q),
+        max_seqlen_q=longest,
         backend=backend,
         **options(mask, scale, softcap),
     )
@@ -117,7 +129,9 @@ def attention_kvcache(
         raise TypeError(f"num_splits must be an int or None, got {num_splits!r} of type {type(num_splits).__name__}")
     if num_splits is not None and num_splits < 0:
         raise ValueError(f"num_splits must be >= 0 or None, got {num_splits}")
-    return attend(arguments, cache, new, rotary, return_lse)
+    result = attend(arguments, cache, new, rotary, return_lse)
+    recall.remember(said, tensors, over(arguments, cache, cache.lengths), return_lse)
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,12 +185,7 @@ def attend(arguments: Arguments, cache: KVCache, new: NewTokens, rotary: Rotary 
     new.check(cache)
     if rotary is not None:
         _check_rotary(rotary, new, arguments.q, cache)
-    arguments = arguments._replace(
-        seqused_k=(cache.lengths + new.lengths()).to(torch.int32),
-        leftpad=cache.leftpad,
-        batch_index=cache.batch_index,
-        page_table=cache.page_table,
-    )
+    arguments = over(arguments, cache, cache.lengths if new.k is None else (cache.lengths + new.lengths()).to(torch.int32))
     arguments.check_types()
     if new.k is not None and not torch.compiler.is_compiling():
         _check_before_writing(arguments, cache, new, rotary)
@@ -189,6 +198,11 @@ def attend(arguments: Arguments, cache: KVCache, new: NewTokens, rotary: Rotary 
     if k_new is not None and v_new is not None:
         append(cache.k, cache.v, k_new, v_new, cache.lengths, cache.batch_index, cache.page_table, new.cu_seqlens)
     return run_without_gradient(arguments, return_lse)
+
+
+def over(arguments: Arguments, cache: KVCache, lengths: Tensor) -> Arguments:
+    """With the cache's layout."""
+    return arguments._replace(seqused_k=lengths, leftpad=cache.leftpad, batch_index=cache.batch_index, page_table=cache.page_table)
 
 
 def _is_masked(a: Arguments) -> bool:

@@ -89,7 +89,7 @@ class Arguments(NamedTuple):
         """
         if self.backend is not None and not isinstance(self.backend, str):
             raise TypeError(f"backend must be a name or None, got {self.backend!r} of type {type(self.backend).__name__}")
-        for i, value in enumerate(self[:_TENSORS]):
+        for i, value in enumerate(self[:TENSORS]):
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(f"{self._fields[i]} must be a torch.Tensor, got {type(value).__name__}: {value!r}")
             if value is not None and (value.layout is not torch.strided or value.is_nested):
@@ -111,7 +111,7 @@ class Arguments(NamedTuple):
         return Dense()
 
 
-_TENSORS = Arguments._fields.index("max_seqlen_q")
+TENSORS = Arguments._fields.index("max_seqlen_q")
 """How many fields hold tensors: the first ones."""
 
 
@@ -133,6 +133,21 @@ def forward(arguments: Arguments, lse: bool) -> tuple[Tensor, Tensor | None]:
     if request.q.device.type == "cpu" or settings.check_values:
         check_values(request)
     return ready.run(request)
+
+
+def backward(
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *flat: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Likewise, of attention_backward: dq, dk, dv, d_sink."""
+    arguments = Arguments(*flat)
+    request = arguments.request(Task.BACKWARD, lse=True)
+    plan = backward_plan(arguments, request)
+    dq, dk, dv, d_sink = _gradients_like(arguments, needs)
+    wanted = [g if need else None for g, need in zip((dq, dk, dv, d_sink), needs, strict=True)]
+    gradients = Gradients(d_out=_rows(d_out), d_lse=d_lse, dq=wanted[0], dk=wanted[1], dv=wanted[2], d_sink=wanted[3])
+    with undisturbed(request.q.device):
+        plan.run(request, Saved(out=out, lse=lse), gradients)
+    return dq, dk, dv, d_sink
 
 
 def backward_plan(arguments: Arguments, request: Request | None = None) -> Plan:
@@ -167,20 +182,6 @@ def _attention_lse(*flat: Any) -> tuple[Tensor, Tensor]:
     out, lse = forward(Arguments(*flat), lse=True)
     assert lse is not None
     return out, lse
-
-
-def _attention_backward(
-    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *flat: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    arguments = Arguments(*flat)
-    request = arguments.request(Task.BACKWARD, lse=True)
-    plan = backward_plan(arguments, request)
-    dq, dk, dv, d_sink = _gradients_like(arguments, needs)
-    wanted = [g if need else None for g, need in zip((dq, dk, dv, d_sink), needs, strict=True)]
-    gradients = Gradients(d_out=_rows(d_out), d_lse=d_lse, dq=wanted[0], dk=wanted[1], dv=wanted[2], d_sink=wanted[3])
-    with undisturbed(request.q.device):
-        plan.run(request, Saved(out=out, lse=lse), gradients)
-    return dq, dk, dv, d_sink
 
 
 def _gradients_like(a: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
@@ -256,6 +257,6 @@ attention_lse = _define("attention_lse", f"({_schema()}) -> (Tensor, Tensor)", _
 attention_backward = _define(
     "attention_backward",
     f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needs, {_schema()}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _attention_backward,
+    backward,
     _fake_attention_backward,
 )

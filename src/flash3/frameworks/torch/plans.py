@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...plan import Plan
-from ...problem import Problem, Request, Task
+from ...problem import Problem, Request
 from ...settings import settings
 from .describe import describe, dtype_of
 
@@ -49,26 +49,12 @@ class Prepared:
         return out, lse
 
 
-@dataclass(frozen=True)
-class Shortcut:
-    """The whole way of a dense call without a gradient. `fields` are its request's but for the tensors, which belong to one call each."""
-
-    prepared: Prepared
-    fields: dict[str, Any]
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        request = object.__new__(Request)
-        request.__dict__.update(self.fields, q=q, k=k, v=v)
-        return self.prepared.run(request)
-
-
 _plans: dict[tuple[Any, ...], Prepared] = {}
-_shortcuts: dict[tuple[Any, ...], Shortcut] = {}
 
 
 def _surroundings() -> tuple[Any, ...]:
     """What decides besides the call. Another registry or dispatcher is another key."""
-    return (settings.current("backend"), dispatch.choose, *dispatch.BACKENDS)
+    return (settings.current("backend"), settings.current("tuned"), dispatch.choose, *dispatch.BACKENDS)
 
 
 def prepared(a: Any, request: Request) -> Prepared:
@@ -85,43 +71,7 @@ def prepared(a: Any, request: Request) -> Prepared:
         plan = dispatch.choose(problem, a.backend)
         lse_shape = problem.lse_shape if request.lse else None
         found = Prepared(plan, problem.out_shape, dtype_of(problem.spec.out_dtype), lse_shape)
-        remember(_plans, key, found)
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        _plans[key] = found
     return found
-
-
-def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-    """Keep it, within MOST_PLANS."""
-    if len(table) >= MOST_PLANS:
-        table.clear()
-    table[key] = value
-
-
-def shortcut_key(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Any, ...] | None:
-    """Of a dense call. The options' types are in it: True equals 1.0, but is no scale. None without strides (sparse, nested)."""
-    try:
-        strides = q.stride(), k.stride(), v.stride()
-    except RuntimeError:
-        return None
-    return (
-        *strides,
-        *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-        *options,
-        *map(type, options),
-        *_surroundings(),
-    )
-
-
-def shortcut(key: tuple[Any, ...] | None) -> Shortcut | None:
-    """The way of an earlier call with this key. What cannot be hashed is no option: the checks will refuse it by name."""
-    try:
-        return None if key is None else _shortcuts.get(key)
-    except TypeError:
-        return None
-
-
-def add_shortcut(key: tuple[Any, ...], a: Any, lse: bool) -> None:
-    """Remember a dense forward call that has passed every check, if it needs no copy on the way."""
-    request = a.request(Task.FORWARD, lse=lse)
-    if all(t.stride(-1) == 1 for t in (a.q, a.k, a.v)):
-        fields = {name: value for name, value in request.__dict__.items() if name not in ("q", "k", "v")}
-        remember(_shortcuts, key, Shortcut(prepared(a, request), fields))
