@@ -39,7 +39,8 @@ def _dense() -> None:
             single = replace(tiles, kv_stages=1)
             late = replace(single, dq_time=DqTime.LATE)
             turns = replace(late, turns=Turns.PING_PONG)
-            _add(f"backward_{width}_{mask.value}_late", spec, late)
+            if mask is FULL:
+                _add(f"backward_{width}_{mask.value}_late", spec, late)
             _add(f"backward_{width}_{mask.value}_turns", spec, turns)
             if width == 128:
                 _add(f"backward_{width}_{mask.value}_single", spec, single)

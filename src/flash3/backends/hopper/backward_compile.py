@@ -62,6 +62,7 @@ def compile_backward(spec: BackwardSpec, tiles: BackwardTiles, options: str = TA
         BackwardNumbers(*(Float32(1.0) for _ in range(3)), *(Int32(0) for _ in range(len(BackwardNumbers._fields) - 3))),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
+        no_jit_engine=True,  # as in compile.compile_forward
     )
 
 
