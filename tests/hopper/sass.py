@@ -33,9 +33,13 @@ def _run(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def disassembly(cubin: Path) -> str:
+    return _run(_tool("nvdisasm"), "-c", str(cubin))
+
+
 def facts(cubin: Path) -> Facts:
     usage = _run(_tool("cuobjdump"), "-res-usage", str(cubin))
-    text = _run(_tool("nvdisasm"), "-c", str(cubin))
+    text = disassembly(cubin)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     instructions, labels = parse(text)
     words = ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG", "STL", "LDL", "MUFU.EX2")

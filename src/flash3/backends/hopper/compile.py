@@ -98,7 +98,7 @@ def load_object(path: Path):
 @functools.cache
 def source_hash() -> str:
     """Of every file that the generated code depends on: all of this folder but those that only choose among kernels and call them."""
-    kernels = [f for f in sorted(Path(__file__).parent.glob("*.py")) if f.name not in ("plan.py", "space.py")]
+    kernels = [f for f in sorted(Path(__file__).parent.glob("*.py")) if not f.name.endswith(("plan.py", "space.py"))]
     files = [*kernels, *(Path(m.__file__) for m in (mask, problem, sequences))]
     text = hashlib.sha256()
     for file in files:

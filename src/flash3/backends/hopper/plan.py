@@ -16,7 +16,8 @@ from ...plan import Plan
 from ...problem import DType, Problem, Request, ScaleKind, Task, TensorInfo
 from ...sequences import Dense, Packed, Padded, Paged, SequenceKind, Sequences
 from ..base import Footprint, Refusal, Support
-from . import budget, heuristics, launch, roles, space
+from . import backward_budget, backward_plan, budget, heuristics, launch, roles, space
+from .backward_tiles import BackwardSpec, BackwardTiles
 from .tiles import DENSE, SEQUENCE_LIMIT, ForwardSpec, ScaleSign, SequenceLayout, Tiles
 
 CAPABILITY = (9, 0)
@@ -25,11 +26,11 @@ TMA_ALIGNMENT_BYTES = 16
 Kernel = Callable[..., None]
 
 
-def compiled(spec: ForwardSpec, tiles: Tiles) -> Kernel:
+def compiled(spec: ForwardSpec | BackwardSpec, tiles: Any) -> Kernel:
     """The kernel from the cache, compiled where it is not there yet. The compiler is imported when first needed."""
-    from .compile import kernel
+    from . import backward_compile, compile
 
-    return kernel(spec, tiles)
+    return backward_compile.kernel(spec, tiles) if isinstance(spec, BackwardSpec) else compile.kernel(spec, tiles)
 
 
 def packed(numbers: tuple[float | int, ...]) -> Any:
@@ -43,16 +44,16 @@ class HopperBackend:
     """CuTe DSL kernels for sm_90a.
 
     Args:
-        kernels: what turns (ForwardSpec, Tiles) into a function; tests and benchmarks bring their own.
+        kernels: what turns (ForwardSpec, Tiles) or (BackwardSpec, BackwardTiles) into a function; tests and benchmarks bring their own.
     """
 
     name = "hopper"
 
-    def __init__(self, kernels: Callable[[ForwardSpec, Tiles], Kernel] = compiled) -> None:
+    def __init__(self, kernels: Callable[..., Kernel] = compiled) -> None:
         self._kernels = kernels
 
     def support(self, problem: Problem) -> Support | Refusal:
-        """Forward in fp16 and bf16, dense, packed or padded, on a Hopper GPU."""
+        """fp16 and bf16, dense, packed or padded, on a Hopper GPU; backward to the head dims of `backward_budget.WIDTHS`."""
         spec, device = problem.spec, problem.device
         if device.type != "cuda" or device.capability != CAPABILITY:
             return Refusal(f"it needs a Hopper GPU (compute capability 9.0), these tensors are on {device}")
@@ -68,12 +69,14 @@ class HopperBackend:
             notes.append("gathers the pages into a copy first: a kernel that reads pages is still to come")
         return Support("; ".join(notes))
 
-    def plan(self, problem: Problem, tiles: Tiles | None = None) -> Plan:
-        """One launch.
+    def plan(self, problem: Problem, tiles: Any = None) -> Plan:
+        """Forward: one launch. Backward: one call that launches three kernels.
 
         Raises:
             ValueError: `tiles` do not fit; the message says why.
         """
+        if problem.spec.task is Task.BACKWARD:
+            return self._backward(problem, tiles)
         base = _forward_spec(problem)
         chosen, origin = (tiles, "as given") if tiles is not None else self._choose(problem, base)
         wrong = budget.problems(base, chosen)
@@ -81,6 +84,16 @@ class HopperBackend:
             raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
         forward = Forward(problem, chosen, self._kernels)
         return Plan(backend=self.name, problem=problem, run=forward, prepare=forward.prepare, tiles=chosen, notes=(f"tiles {origin}",))
+
+    def _backward(self, problem: Problem, tiles: BackwardTiles | None) -> Plan:
+        spec = problem.spec
+        base = backward_plan.spec_of(problem, _least(spec.q_sequences), _least(spec.k_sequences))
+        chosen = tiles or backward_budget.choose(base)
+        wrong = backward_budget.problems(base, chosen)
+        if wrong:
+            raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
+        run = backward_plan.Backward(problem, chosen, self._kernels, _layout, _arrays, _tma_ready)
+        return Plan(backend=self.name, problem=problem, run=run, tiles=chosen)
 
     def _choose(self, problem: Problem, base: ForwardSpec) -> tuple[Tiles, str]:
         """The tuned table first, the heuristic second."""
@@ -139,8 +152,8 @@ def _forward_spec(problem: Problem) -> ForwardSpec:
 def _unsupported(problem: Problem) -> list[str]:
     spec, sizes = problem.spec, problem.sizes
     found = []
-    if spec.task is not Task.FORWARD:
-        found.append("it has no backward yet")
+    if spec.task is Task.BACKWARD:
+        found += backward_plan.unsupported(problem)
     if spec.dtype not in (DType.BF16, DType.FP16):
         found.append(f"its inputs must be bfloat16 or float16, got {spec.dtype.value}")
     if spec.out_dtype not in (DType.BF16, DType.FP16, DType.FP32):

@@ -6,7 +6,15 @@ one step more and the instruction waits for ever. The table keeps that sum; `bud
 
 from __future__ import annotations
 
-from .tiles import Tiles
+from typing import Protocol
+
+
+class Warpgroups(Protocol):
+    """What tiles say of them."""
+
+    @property
+    def consumers(self) -> int: ...
+
 
 PRODUCER_WARPGROUP = 0
 FIRST_CONSUMER_WARPGROUP = 1
@@ -16,18 +24,18 @@ WARPGROUP_THREADS = 128
 _REGISTERS = {1: (240, 56, 240), 2: (168, 24, 240), 3: (128, 32, 160), 4: (96, 24, 112)}
 
 
-def is_known(tiles: Tiles) -> bool:
+def is_known(tiles: Warpgroups) -> bool:
     """Whether there is a split of the registers for this many warpgroups."""
     return tiles.consumers in _REGISTERS
 
 
-def entry_registers(tiles: Tiles) -> int:
+def entry_registers(tiles: Warpgroups) -> int:
     return _REGISTERS[tiles.consumers][0]
 
 
-def producer_registers(tiles: Tiles) -> int:
+def producer_registers(tiles: Warpgroups) -> int:
     return _REGISTERS[tiles.consumers][1]
 
 
-def consumer_registers(tiles: Tiles) -> int:
+def consumer_registers(tiles: Warpgroups) -> int:
     return _REGISTERS[tiles.consumers][2]
