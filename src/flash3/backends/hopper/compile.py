@@ -130,8 +130,8 @@ def kernel(spec: ForwardSpec, tiles: Tiles):
     return _cache(settings.cache_dir).get((spec, tiles), functools.partial(build_object, spec, tiles), load_object)
 
 
-def is_compiled(spec: ForwardSpec, tiles: Tiles) -> bool:
-    """Whether the kernel of a key is in the cache."""
+def is_compiled(spec, tiles) -> bool:
+    """Whether the kernel of a key, forward or backward, is in the cache."""
     return _cache(settings.cache_dir).has((spec, tiles))
 
 
