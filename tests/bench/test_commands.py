@@ -206,6 +206,16 @@ def test_schedules_are_fair() -> None:
     assert [job.cost for job in found.jobs[:8]] == [16] * 4 + [15] * 4  # the longest of a group of heads first
 
 
+def test_a_backward_is_explained_by_its_key_tiles() -> None:
+    pytest.importorskip("cutlass")
+    (data,) = json.loads(run("explain", "paper/d128-causal-2k", "-t", "backward", "--device", "h200", "--json").stdout)
+    assert data["backend"] == "hopper"
+    keys = data["footprint"]["kv_block"]
+    assert data["footprint"]["by_keys"] is True
+    assert data["schedule"]["tiles"] == 8 * 16 * 2048 // keys
+    assert data["tiles"]["kv"] == keys
+
+
 def test_blocks_are_counted_as_the_mask_says() -> None:
     from flash3.backends.base import Footprint
     from flash3.bench.explain import count

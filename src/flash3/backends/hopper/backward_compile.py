@@ -80,3 +80,8 @@ def load_object(path: Path):
 def kernel(spec: BackwardSpec, tiles: BackwardTiles):
     """The function of a key, ready to launch: compiled once, then kept in memory and on disk."""
     return _cache(settings.cache_dir).get((spec, tiles), functools.partial(build_object, spec, tiles), load_object)
+
+
+def warm(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
+    """Have the kernels of a key on disk. False: they were there."""
+    return _cache(settings.cache_dir).warm((spec, tiles), functools.partial(build_object, spec, tiles))
