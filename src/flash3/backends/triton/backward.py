@@ -139,7 +139,6 @@ def gather_dkdv(
     q_tma,
     d_out_tma,
     stats,
-    stats_tma,
     own_q,
     head,
     at_q,
@@ -173,11 +172,6 @@ def gather_dkdv(
             row_max = tl.load(stats.start + at, mask=exists, other=0.0)
             log_sum = tl.load(stats.log_sum + at, mask=exists, other=float("inf"))
             delta = tl.load(stats.delta + at, mask=exists, other=0.0)
-        elif stats_tma is not None:
-            row = tl.cast(own_q.row, tl.int32) * stats.row_stride + head * stats.head_stride + own_q.first + first
-            row_max = stats_tma.load([row])
-            log_sum = stats_tma.load([row + stats.step])
-            delta = stats_tma.load([row + 2 * stats.step])
         else:
             row_max = tl.load(stats.start + at)
             log_sum = tl.load(stats.log_sum + at)
@@ -206,7 +200,6 @@ def dkdv_kernel(
     dk,
     dv,
     stats,
-    stats_tma,
     at_q,
     at_k,
     q_len,
@@ -244,10 +237,10 @@ def dkdv_kernel(
     for member in tl.range(0, SPEC.heads_per_kv):
         head = kv_head * SPEC.heads_per_kv + member
         state = gather_dkdv(
-            state, K, V, q, d_out, q_tma, d_out_tma, stats, stats_tma, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False
+            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False
         )
         state = gather_dkdv(
-            state, K, V, q, d_out, q_tma, d_out_tma, stats, stats_tma, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True
+            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True
         )
     dK, dV = state
     if dk is not None:

@@ -72,7 +72,6 @@ class Statistics(NamedTuple):
     head_stride: Any
     log_sum: Any
     delta: Any
-    step: Any
 
 
 @triton.jit

@@ -254,7 +254,6 @@ def dkdv(problem: Problem, tiles: Tiles, request: Request, gradients: Gradients,
         descriptor(d_out, spec.outputs, problem),
         *(None if x is None else rows_of(x, at_keys) for x in (gradients.dk, gradients.dv)),
         _statistics(stats, at),
-        statistics_descriptor(stats, spec.queries.block, problem),
         *_numbers(request, problem),
         scales,
         z.scale,
@@ -297,14 +296,5 @@ def _operands(problem: Problem, tiles: Tiles, request: Request, gradients: Gradi
     return (queries[0], *keys, queries[1]), spec, scales
 
 
-def statistics_descriptor(stats: Any, rows: int, problem: Problem) -> Any:
-    """Of stats (contiguous) as one long row, or None where TMA cannot read it."""
-    if capability_of(problem) < FIRST_WITH_TMA or stats.numel() >= WIDE:
-        return None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(stats, [stats.numel()], [1], [rows])
-
-
 def _statistics(stats: Any, at: Sequences) -> Statistics:
-    return Statistics(*lse_rows(stats[0], at)[:4], stats[1], stats[2], stats.stride(0))
+    return Statistics(*lse_rows(stats[0], at)[:4], stats[1], stats[2])
