@@ -165,6 +165,9 @@ def cases(spec: ForwardSpec) -> Iterator[tuple[str, Request]]:
     for shape in EVEN if spec.mask_kind is MaskKind.FULL else EVEN + UNEVEN:
         yield str(shape), make.dense(shape, first)
     yield "sharp", make.dense((2, 3, 1500, 1500), first, sharp=True)
+    r = make.dense((1, 3, 1111, 2000), first)
+    steps = torch.linspace(13, 1, r.k.shape[1], device="cuda", dtype=r.k.dtype)[:, None, None]
+    yield "scores that outgrow their maximum in block after block", replace(r, k=r.k * steps)
     for mask in others:
         for shape in FEW:
             yield f"{shape} {mask}", make.dense(shape, mask)

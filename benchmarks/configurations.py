@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flash3.backends.hopper import heuristics
-from flash3.backends.hopper.tiles import FirstBlock, ForwardSpec, Overlap, QuerySource, ScaleSign, SequenceLayout, Tiles, Turns
+from flash3.backends.hopper.tiles import ForwardSpec, Overlap, QuerySource, ScaleSign, SequenceLayout, Tiles, Turns
 from flash3.mask import MaskKind
 from flash3.problem import DType
 from flash3.sequences import SequenceKind
@@ -38,9 +38,8 @@ def _dense() -> None:
     for mask in (FULL, CAUSAL):
         for width in (64, 128, 256):
             _add(f"{width}_{mask.value}", _spec(width, mask))
-        narrow = _spec(64, mask)
-        _add(f"64_{mask.value}_short", narrow, heuristics.choose(narrow, SHORT))
-        _add(f"64_{mask.value}_middle", narrow, heuristics.choose(narrow, MIDDLE if mask is FULL else 2 * MIDDLE))
+    for name, k_len in (("short", SHORT), ("middle", MIDDLE)):
+        _add(f"64_full_{name}", _spec(64, FULL), heuristics.choose(_spec(64, FULL), k_len))
 
 
 def _alternatives() -> None:
@@ -49,15 +48,12 @@ def _alternatives() -> None:
     _add("128_full_in_order", spec, replace(tiles, turns=Turns.PING_PONG, overlap=Overlap.IN_ORDER))
     _add("128_full_in_order_free", spec, replace(tiles, overlap=Overlap.IN_ORDER))
     _add("128_full_shared_q", spec, replace(tiles, query_source=QuerySource.SHARED))
-    spec, tiles = CONFIGURATIONS["128_causal"]
-    _add("128_causal_hold", spec, replace(tiles, parts=1, first_block=FirstBlock.WHOLE, hold=37))
 
 
 def _masks() -> None:
     for mask in (WINDOW, CHUNK):
         for width in (64, 128, 256):
             _add(f"{width}_{mask.value}", _spec(width, mask))
-    _add("64_window_short", _spec(64, WINDOW), heuristics.choose(_spec(64, WINDOW), SHORT))
     spec, tiles = CONFIGURATIONS["128_window"]
     _add("128_window_turns", spec, replace(tiles, turns=Turns.PING_PONG))
 

@@ -23,18 +23,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .backward_configurations import BACKWARD
 from .configurations import CONFIGURATIONS
 
 FOLDER = Path(os.environ.get("FLASH3_OBJECTS") or Path(__file__).parent.parent / "build" / "hopper")
 PACKED = FOLDER.with_suffix(".tar.xz")
 FACTS = "facts.json"
 JOBS = 2
+ALL: dict[str, Any] = CONFIGURATIONS | BACKWARD
 
 
 def _build_one(name: str) -> dict[str, Any]:
     """Compile in this process; ptxas's remarks go to file descriptors 1 and 2, which are caught in a file meanwhile."""
-    from flash3.backends.hopper.compile import TARGET, build_object
+    from flash3.backends.hopper import backward_compile, compile
 
+    build_object = (backward_compile if name in BACKWARD else compile).build_object
     start = time.time()
     with tempfile.TemporaryFile() as caught:
         sys.stdout.flush()
@@ -42,21 +45,21 @@ def _build_one(name: str) -> dict[str, Any]:
         os.dup2(caught.fileno(), 1)
         os.dup2(caught.fileno(), 2)
         try:
-            build_object(*CONFIGURATIONS[name], FOLDER / f"{name}.o", TARGET + " remarks{ptx}")
+            build_object(*ALL[name], FOLDER / f"{name}.o", compile.TARGET + " remarks{ptx}")
         finally:
             sys.stdout.flush()
             os.dup2(saved[0], 1)
             os.dup2(saved[1], 2)
         caught.seek(0)
         text = caught.read().decode(errors="replace")
-    registers = re.search(r"Used (\d+) registers", text)
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
-    if registers is None or spills is None:
+    registers = re.findall(r"Used (\d+) registers", text)  # of each kernel in the object
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    if not registers or not spills:
         raise RuntimeError(f"{name}: no report of registers and spills in\n{text}")
     return {
         "name": name,
-        "registers": int(registers[1]),
-        "spills": int(spills[1]) + int(spills[2]),
+        "registers": max(map(int, registers)),
+        "spills": sum(int(stores) + int(loads) for stores, loads in spills),
         "seconds": round(time.time() - start, 1),
     }
 
@@ -70,7 +73,7 @@ def build(words: list[str]) -> None:
     if facts.get("sources") != source_hash():
         facts = {"sources": source_hash(), "kernels": {}}
     done = facts["kernels"]
-    todo = [n for n in CONFIGURATIONS if n not in done and (not words or any(w in n for w in words))]
+    todo = [n for n in ALL if n not in done and (not words or any(w in n for w in words))]
     for fact in _built(todo):
         done[fact["name"]] = fact
         path.write_text(json.dumps(facts, indent=1))
@@ -126,16 +129,16 @@ def unpacked() -> dict[str, Any]:
 
 
 def built_names() -> list[str]:
-    return [name for name in CONFIGURATIONS if name in unpacked()["kernels"]]
+    return [name for name in ALL if name in unpacked()["kernels"]]
 
 
 @functools.cache
 def kernel(name: str) -> Any:
     """The compiled function of a configuration."""
-    from flash3.backends.hopper.compile import load_object
+    from flash3.backends.hopper import backward_compile, compile
 
     unpacked()
-    return load_object(FOLDER / f"{name}.o")
+    return (backward_compile if name in BACKWARD else compile).load_object(FOLDER / f"{name}.o")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,65 @@ def key_blocks(
     return KeyBlocks(begin, full_begin, full_end, end)
 
 
+@dataclass(frozen=True)
+class QueryBlocks:
+    """The same four numbers for the blocks of query rows that a tile of keys meets."""
+
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+
+
+def visible_rows(
+    key: Any, bounds: Bounds, kind: MaskKind, minimum: Callable[..., Any] = min, maximum: Callable[..., Any] = max
+) -> tuple[Any, Any]:
+    """Query rows [begin, end) that see `key`: `visible_keys` the other way round, not clipped to the rows that there are.
+
+    None where the mask has no such edge. Both ends never move left as the key grows.
+    """
+    own = key + bounds.k_offset - bounds.q_offset  # the row at the key's own position
+    begin = None if kind is MaskKind.FULL else own - bounds.right
+    end = own + bounds.left + 1 if kind is MaskKind.WINDOW or kind is MaskKind.CHUNK else None
+    if kind is MaskKind.CHUNK:
+        start = (key + bounds.k_offset) // bounds.chunk * bounds.chunk - bounds.q_offset
+        begin = maximum(begin, start)
+        end = minimum(end, start + bounds.chunk)
+    return begin, end
+
+
+def query_blocks(
+    first_key: Any,
+    last_key: Any,
+    q_len: Any,
+    block: int,
+    bounds: Bounds,
+    kind: MaskKind,
+    minimum: Callable[..., Any] = min,
+    maximum: Callable[..., Any] = max,
+) -> QueryBlocks:
+    """Blocks of `block` query rows that see any of the keys first_key..last_key (inclusive). Nothing to see: begin == end.
+
+    A block is interior when every one of its rows sees all these keys. Rows of the last block past q_len count as rows: whoever walks
+    the blocks hides them by other means.
+    """
+    count = (q_len + block - 1) // block
+    if kind is MaskKind.FULL:
+        return QueryBlocks(0, 0, count, count)
+
+    def clipped(row: Any) -> Any:
+        return count * block if row is None else minimum(maximum(row, 0), count * block)
+
+    first_begin, first_end = map(clipped, visible_rows(first_key, bounds, kind, minimum, maximum))
+    last_begin, last_end = map(clipped, visible_rows(last_key, bounds, kind, minimum, maximum))
+    begin = first_begin // block
+    sees = minimum(1, maximum(0, last_end - first_begin))
+    end = begin + sees * ((last_end + block - 1) // block - begin)
+    full_begin = minimum(end, (last_begin + block - 1) // block)
+    full_end = maximum(full_begin, minimum(end, first_end // block))
+    return QueryBlocks(begin, full_begin, full_end, end)
+
+
 def _whole(name: str, value: Any, lowest: int | None) -> int:
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be an integer, got {value!r}")

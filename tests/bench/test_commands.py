@@ -109,6 +109,12 @@ def test_nothing_that_runs_ends_with_2() -> None:
     run("bench", "smoke/full", *QUICK, "-p", "fa3", code=2)
 
 
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run("bench", "smoke/full", *QUICK, "-p", "flash3", "-o", str(tmp_path / "file/run.json"), code=2)
+    assert "file" in result.stderr
+
+
 def test_a_failing_peer_ends_with_0() -> None:
     run("bench", "smoke/full", *QUICK, "-p", "flash3", "-p", "fa4", code=0)
 
@@ -198,6 +204,16 @@ def test_schedules_are_fair() -> None:
     assert found.span == max(ends)
     assert 0.9 < found.busy <= 1
     assert [job.cost for job in found.jobs[:8]] == [16] * 4 + [15] * 4  # the longest of a group of heads first
+
+
+def test_a_backward_is_explained_by_its_key_tiles() -> None:
+    pytest.importorskip("cutlass")
+    (data,) = json.loads(run("explain", "paper/d128-causal-2k", "-t", "backward", "--device", "h200", "--json").stdout)
+    assert data["backend"] == "hopper"
+    keys = data["footprint"]["kv_block"]
+    assert data["footprint"]["by_keys"] is True
+    assert data["schedule"]["tiles"] == 8 * 16 * 2048 // keys
+    assert data["tiles"]["kv"] == keys
 
 
 def test_blocks_are_counted_as_the_mask_says() -> None:

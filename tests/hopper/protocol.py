@@ -35,6 +35,7 @@ class Fault(enum.Enum):
     Q_RELEASED_AFTER_LDMATRIX = "Q released while ldmatrix may still read it"
     SHARED_Q_RELEASED_EARLY = "Q in shared memory released after the first Q·Kᵀ"
     K_RELEASED_EARLY = "K released before its matmul is waited for"
+    K_NOT_KEPT = "K released before it is known whether the block is taken again"
     V_RELEASED_EARLY = "V released before its matmul is waited for"
     V_NOT_AWAITED = "V read without a wait"
     ARRIVAL_TOO_FEW = "the empty barriers of K want one arrival too few"
@@ -52,7 +53,8 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """walks[tile][consumer]: the blocks that it passes over on the right, visits, and passes over on the left; their sum is the tile's."""
+    """walks[tile][consumer]: the blocks that it passes over on the right, visits, and passes over on the left; their sum is the tile's.
+    masked: how many blocks after a tile's first go by their maximum; those after them are taken again, every one."""
 
     walks: tuple[tuple[tuple[int, int, int], ...], ...]
     stages: int
@@ -62,6 +64,7 @@ class Protocol:
     parts: int = 1
     o_parts: int = 1
     warps: int = 1
+    masked: int = 0
     slots: int = WORK_STAGES
     fault: Fault | None = None
 
@@ -79,12 +82,13 @@ class Shared:
         for i in range(1 + arrivals):
             v.add(f"actor {i}")
         wrong = {Fault.ARRIVAL_TOO_FEW: -1, Fault.ARRIVAL_TOO_MANY: 1}.get(p.fault, 0) if p.fault else 0
-        self.q = Pipe(v, "Q", 1, arrivals)
+        self.q = Pipe(v, "Q", p.consumers, p.warps)
         self.k = Pipe(v, "K", p.stages, arrivals + wrong)
         self.v = Pipe(v, "V", p.stages, arrivals)
         self.box = Pipe(v, "box", p.slots, arrivals)
         self.turn = [v.add(f"turn {i}") for i in range(p.consumers)]
         self.sync = [v.add(f"rows of O {i}") for i in range(p.consumers)]
+        self.agree = [v.add(f"agreement {i}") for i in range(p.consumers)]
         self.output = [v.add(f"O {i}") for i in range(p.consumers)]
         self.written = [v.add(f"O {i} written") for i in range(p.consumers)]
         self.counter = v.add("counter")
@@ -99,18 +103,25 @@ class Producer(Program):
         self.loads = dict.fromkeys((shared.q, shared.k, shared.v), 0)
         self.send(0)
         for tile, ways in enumerate(p.walks):
-            self.load(shared.q)
-            for _ in range(sum(ways[0]) - 1):
+            keys_first = p.query_source is QuerySource.SHARED
+            if keys_first:
                 self.load(shared.k)
+            for _ in range(p.consumers):
+                self.load(shared.q)
+            if not keys_first:
+                self.load(shared.k)
+            for _ in range(sum(ways[0]) - 1):
                 self.load(shared.v)
-            self.load(shared.k)
+                self.load(shared.k)
             self.step(Op.TICKET, shared.counter, tile)
             self.load(shared.v)
             self.send(tile + 1)
         self.step(Op.RESET, shared.counter, len(p.walks))
         if p.fault is not Fault.NO_TAIL:
-            for pipe in (shared.k, shared.v, shared.q):  # the stage filled last, as if for its next load
+            for pipe in (shared.k, shared.v):  # the stage filled last, as if for its next load
                 self.acquire(pipe, self.loads[pipe] + pipe.stages - 1)
+            for stage in range(p.consumers):  # each is another consumer's
+                self.acquire(shared.q, self.loads[shared.q] + stage)
         self.step(Op.LEAVE_STAGES)
 
     def send(self, slot: int) -> None:
@@ -133,7 +144,7 @@ class Consumer(Program):
     def __init__(self, p: Protocol, shared: Shared, me: int, warp: int):
         super().__init__()
         self.p, self.shared, self.me, self.warp = p, shared, me, warp
-        self.tile = self.block = self.turns = self.syncs = self.output_block = 0
+        self.tile = self.block = self.turns = self.syncs = self.agreements = self.output_block = 0
         self.has_queries = False
         if me == p.consumers - 1 and p.fault is not Fault.NO_FIRST_TURN:
             self.pass_turn()
@@ -159,11 +170,11 @@ class Consumer(Program):
         in_order = self.p.overlap is Overlap.IN_ORDER
         self.pass_over(passed_right)
         self.first_block(in_order)
-        for _ in range(seen - 1):
+        for i in range(seen - 1):
             if in_order:
-                self.next_block_in_order()
+                self.next_block_in_order(i < self.p.masked)
             else:
-                self.next_block()
+                self.next_block(i < self.p.masked)
         self.release_queries()
         if in_order:
             self.pass_turn()
@@ -180,20 +191,33 @@ class Consumer(Program):
             self.take_turn()
             self.add_output()
 
-    def next_block(self) -> None:
+    def next_block(self, masked: bool) -> None:
         self.take_turn()
         self.issue_scores()
         self.issue_output()
         self.pass_turn()
-        self.scores_done(1)
+        self.scores_done(1, keep=not masked)
         self.output_done()
+        if not masked:
+            self.settle()
 
-    def next_block_in_order(self) -> None:
+    def next_block_in_order(self, masked: bool) -> None:
         self.issue_scores()
         self.pass_turn()
-        self.scores_done(0)
+        self.scores_done(0, keep=not masked)
+        if not masked:
+            self.settle()
         self.take_turn()
         self.add_output()
+
+    def settle(self) -> None:
+        self.sync(self.shared.agree[self.me], self.p.warps, self.agreements)
+        self.agreements += 1
+        self.groups.append((self.read(self.shared.k, self.block),))
+        self.wait_groups(0)
+        if self.p.fault not in (Fault.K_NOT_KEPT, Fault.K_RELEASED_EARLY):
+            self.release(self.shared.k, self.block)
+        self.block += 1
 
     def pass_over(self, blocks: int) -> None:
         for _ in range(blocks):
@@ -204,9 +228,9 @@ class Consumer(Program):
             self.block, self.output_block = self.block + 1, self.output_block + 1
 
     def take_queries(self) -> None:
-        self.wait(self.shared.q, self.tile)
+        self.wait(self.shared.q, self.my_queries())
         self.has_queries = True
-        self.queries = self.read(self.shared.q, self.tile)
+        self.queries = self.read(self.shared.q, self.my_queries())
         if self.p.query_source is QuerySource.REGISTERS:
             self.groups.append((self.queries,))  # ldmatrix, until the first matmul is over
             if self.p.fault is Fault.Q_RELEASED_AFTER_LDMATRIX:
@@ -214,8 +238,12 @@ class Consumer(Program):
 
     def release_queries(self) -> None:
         if self.has_queries:
-            self.release(self.shared.q, self.tile)
+            self.release(self.shared.q, self.my_queries())
         self.has_queries = False
+
+    def my_queries(self) -> int:
+        """Which load of Q: one for each consumer in every tile."""
+        return self.tile * self.p.consumers + self.me
 
     def issue_scores(self) -> None:
         self.wait(self.shared.k, self.block)
@@ -224,12 +252,13 @@ class Consumer(Program):
         if self.p.fault is Fault.K_RELEASED_EARLY:
             self.release(self.shared.k, self.block)
 
-    def scores_done(self, outstanding: int) -> None:
+    def scores_done(self, outstanding: int, keep: bool = False) -> None:
+        """`keep`: the block may be taken again."""
         for part in range(self.p.parts):
             self.wait_groups(self.p.parts - 1 - part + outstanding)
-        if self.p.fault is not Fault.K_RELEASED_EARLY:
+        if self.p.fault is not Fault.K_RELEASED_EARLY and (not keep or self.p.fault is Fault.K_NOT_KEPT):
             self.release(self.shared.k, self.block)
-        self.block += 1
+        self.block += not keep
 
     def issue_output(self) -> None:
         if self.p.fault is not Fault.V_NOT_AWAITED:
@@ -291,7 +320,7 @@ def check(p: Protocol, every_order: bool = False) -> int:
     successors = machine.successors if every_order else machine.fewer_successors
     states, ends = search(machine.start, successors, machine.is_over, machine.describe)
     for end in ends:
-        barriers = [at for pipe in (shared.q, shared.k, shared.v, shared.box) for at in pipe.full + pipe.empty] + shared.sync
+        barriers = [at for pipe in (shared.q, shared.k, shared.v, shared.box) for at in pipe.full + pipe.empty] + shared.sync + shared.agree
         require(not any(end[at] >> 1 for at in barriers), "a barrier with an arrival at the end")
         turns = [end[at] >> 1 for at in shared.turn]
         first = p.warps if p.turns is Turns.PING_PONG else 0

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MATMUL = "HGMMA"
+ALL_DONE = "DEPBAR.LE gsb0, 0x0"
+EXPONENTIAL = "MUFU.EX2"
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Facts:
     highest_producer_register: int  # between the two setmaxnreg
     counts: dict[str, int]
     loops: tuple[int, ...]  # instructions of each innermost loop with matmuls, in program order
+    hidden: tuple[int, ...]  # exponentials in each before it waits for all matmuls
 
 
 def _tool(name: str) -> str:
@@ -30,15 +33,21 @@ def _run(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def disassembly(cubin: Path) -> str:
+    return _run(_tool("nvdisasm"), "-c", str(cubin))
+
+
 def facts(cubin: Path) -> Facts:
     usage = _run(_tool("cuobjdump"), "-res-usage", str(cubin))
-    text = _run(_tool("nvdisasm"), "-c", str(cubin))
+    text = disassembly(cubin)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     instructions, labels = parse(text)
     words = ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG", "STL", "LDL", "MUFU.EX2")
     counts = {word: sum(word in line for line in instructions) for word in words}
     producer = text[text.index("USETMAXREG.DEALLOC") : text.index("USETMAXREG.TRY_ALLOC")]
-    return Facts(int(registers), int(stack), _highest(text), _highest(producer), counts, tuple(inner_loops(instructions, labels)))
+    loops = inner_loops(instructions, labels)
+    lengths, hidden = tuple(map(len, loops)), tuple(map(before_last_wait, loops))
+    return Facts(int(registers), int(stack), _highest(text), _highest(producer), counts, lengths, hidden)
 
 
 def _highest(text: str) -> int:
@@ -56,8 +65,8 @@ def parse(text: str) -> tuple[list[str], dict[str, int]]:
     return instructions, labels
 
 
-def inner_loops(instructions: list[str], labels: dict[str, int]) -> list[int]:
-    """Lengths of the loops that hold matmuls and no other such loop. Waits on barriers retry from out of line and jump back into a
+def inner_loops(instructions: list[str], labels: dict[str, int]) -> list[list[str]]:
+    """The loops that hold matmuls and no other such loop. Waits on barriers retry from out of line and jump back into a
     loop's middle: those jumps are no loops."""
     spans = []
     for at, instruction in enumerate(instructions):
@@ -67,4 +76,9 @@ def inner_loops(instructions: list[str], labels: dict[str, int]) -> list[int]:
             if any(MATMUL in line for line in instructions[begin : at + 1]):
                 spans.append((begin, at))
     inner = [s for s in spans if not any(o != s and s[0] <= o[1] < s[1] for o in spans)]
-    return [end - begin + 1 for begin, end in inner]
+    return [instructions[begin : end + 1] for begin, end in inner]
+
+
+def before_last_wait(loop: list[str]) -> int:
+    wait = next(i for i, line in enumerate(loop) if ALL_DONE in line)
+    return sum(EXPONENTIAL in line for line in loop[:wait])

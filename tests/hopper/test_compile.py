@@ -9,32 +9,29 @@ import pytest
 
 from benchmarks.configurations import CONFIGURATIONS
 from flash3.backends.hopper import roles
-from flash3.backends.hopper.tiles import FirstBlock, Maximum, QuerySource, ScaleSign, Turns
+from flash3.backends.hopper.tiles import FirstBlock, Overlap, QuerySource, ScaleSign, Turns
 from flash3.mask import MaskKind
 
 pytest.importorskip("cutlass")
 pytestmark = pytest.mark.timeout(600)
 
-# Instructions in the loop over blocks that every row sees in full, the rarely taken rise of a row's maximum included (about 170 of the
-# 653 at d128) and the rescaling of O. Two blocks per SM and four consumers have small blocks.
+# Instructions in the loop over blocks that every row sees in full, together with the rarely run way of taking a block again (about 381 of
+# the 693 at d128).
 INTERIOR = {
-    "64_full": 378,
-    "64_full_short": 270,
-    "64_full_middle": 411,
-    "64_causal": 378,
-    "64_causal_short": 288,
-    "64_causal_middle": 271,
-    "128_full": 653,
-    "128_causal": 657,
-    "128_causal_hold": 565,
-    "128_full_fp16": 653,
-    "128_full_partial": 653,
-    "128_full_sink": 653,
-    "128_full_negative": 653,
-    "128_window": 657,
-    "128_causal_packed": 657,
-    "256_full": 504,
-    "256_causal": 507,
+    "64_full": 533,
+    "64_full_short": 326,
+    "64_full_middle": 430,
+    "64_causal": 431,
+    "128_full": 693,
+    "128_causal": 739,
+    "128_full_fp16": 693,
+    "128_full_partial": 693,
+    "128_full_sink": 693,
+    "128_full_negative": 693,
+    "128_window": 738,
+    "128_causal_packed": 753,
+    "256_full": 705,
+    "256_causal": 704,
 }
 ALWAYS = (
     "64_full",
@@ -76,9 +73,12 @@ def test_compiles(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS"):
         assert found.counts[instruction] > 0, instruction
     assert len(found.loops) == {MaskKind.FULL: 1, MaskKind.CAUSAL: 2}.get(spec.mask_kind, 3)
+    interior = 0 if spec.mask_kind is MaskKind.FULL else 1
     if name in INTERIOR:
-        interior = found.loops[0] if spec.mask_kind is MaskKind.FULL else found.loops[1]
-        assert interior <= INTERIOR[name]
+        assert found.loops[interior] <= INTERIOR[name]
+    if tiles.overlap is Overlap.SOFTMAX_UNDER_PV:  # so many exponentials lie under P·V, wherever else ptxas would like to wait for it
+        held = (tiles.parts - 1) * (tiles.hold > 0) + tiles.hold / 100
+        assert found.hidden[interior] >= int(tiles.kv / 2 / tiles.parts * held)
 
 
 def test_the_list_covers_every_choice() -> None:
@@ -91,8 +91,6 @@ def test_the_list_covers_every_choice() -> None:
     assert {t.query_source for t in tiles} == set(QuerySource)
     assert {t.overlap for t in tiles} == set(type(tiles[0].overlap))
     assert {t.first_block for t in tiles} == set(FirstBlock)
-    assert {t.maximum for t in tiles} == set(Maximum)
-    assert {t.rescale for t in tiles} == set(type(tiles[0].rescale))
     assert {t.heads for t in tiles} >= {1, 4, 8, 16}
     assert {s.qk_width for s in specs} == {32, 64, 96, 128, 192, 256}
     assert set(INTERIOR) <= set(CONFIGURATIONS)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flash3.backends.base import Refusal, Support
-from flash3.backends.hopper import launch
+from flash3.backends.hopper import backward_launch, launch
+from flash3.backends.hopper.backward_tiles import BackwardTiles
 from flash3.backends.hopper.plan import HopperBackend, gathered, with_empty_keys
 from flash3.backends.hopper.tiles import ForwardSpec, ScaleSign, SequenceLayout, Tiles
 from flash3.mask import UNBOUNDED, Mask, MaskKind
@@ -41,6 +42,9 @@ def int32(*shape: int) -> TensorInfo:
     return info(*shape, dtype=DType.INT32)
 
 
+PAGES = info(9, 16, 2, 128)
+
+
 @pytest.mark.parametrize(
     "r",
     [
@@ -48,6 +52,8 @@ def int32(*shape: int) -> TensorInfo:
         request(DType.FP16, mask=Mask(causal=True, left=100), softcap=3.0, scale=-1.0),
         request(d=8, dv=256, out_dtype=DType.FP32),
         request(sink=info(8, dtype=DType.FP32)),
+        request(task=Task.BACKWARD, d=96, dv=40, deterministic=True),
+        request(DType.FP16, task=Task.BACKWARD, d=192, softcap=1.0),
         request(q=info(700, 8, 128), q_sequences=Packed(cu_seqlens=int32(3)), k_sequences=Padded(lengths=int32(2), leftpad=int32(2))),
     ],
 )
@@ -63,7 +69,17 @@ def test_supported(r: Request) -> None:
         (request(device=Device("cuda", 0, (8, 0), 108, "NVIDIA A100")), "A100"),
         (request(DType.FP32), "float32"),
         (request(DType.E4M3), "float8_e4m3fn"),
-        (request(task=Task.BACKWARD), "backward"),
+        (request(task=Task.BACKWARD, out_dtype=DType.FP32), "inputs' dtype"),
+        (request(task=Task.BACKWARD, q=info(1, 8, 65536, 128), k=info(1, 8, 1, 128), v=info(1, 8, 1, 128)), "65535"),
+        (
+            request(
+                task=Task.BACKWARD,
+                k=info(9, 16, 2, 128),
+                v=info(9, 16, 2, 128),
+                k_sequences=Paged(page_table=int32(2, 4), lengths=int32(2)),
+            ),
+            "paged",
+        ),
         (request(qv=info(2, 300, 8, 128)), "qv"),
     ],
 )
@@ -152,6 +168,27 @@ def test_head_dims_of_one_width_share_a_kernel() -> None:
     (spec,) = specs
     assert isinstance(spec, ForwardSpec)
     assert (spec.qk_width, spec.mask_kind, spec.heads_per_kv) == (96, MaskKind.CAUSAL, 4)
+
+
+def test_numbers_of_a_backward() -> None:
+    """The scale goes along with its sign; a softcap's factor takes its place in the exponent."""
+    p = Problem.of(request(task=Task.BACKWARD, scale=-0.5, mask=Mask(left=7, q_offset=3)))
+    numbers = backward_launch.numbers(p.sizes, p.mask, 132)
+    assert numbers[:3] == (-0.5, pytest.approx(-0.5 * math.log2(math.e)), 0.0)
+    assert numbers[3:] == (7, UNBOUNDED, UNBOUNDED, 3, 0, 0, 132)
+    p = Problem.of(request(task=Task.BACKWARD, scale=-0.5, softcap=10.0))
+    scale, scale_log2, tanh_scale, *_ = backward_launch.numbers(p.sizes, p.mask, 132)
+    assert (scale, scale_log2) == (-0.5, pytest.approx(10 * math.log2(math.e)))
+    assert tanh_scale == pytest.approx(2 * math.log2(math.e) * -0.05)
+
+
+def test_a_backward_plan_has_tiles_for_its_widths() -> None:
+    backend = HopperBackend()
+    for d, dv, q, kv in ((64, 64, 128, 128), (96, 128, 64, 128), (192, 128, 64, 64)):
+        tiles = backend.plan(Problem.of(request(task=Task.BACKWARD, d=d, dv=dv))).tiles
+        assert (tiles.q, tiles.kv) == (q, kv)
+    with pytest.raises(ValueError, match="queries and keys"):
+        backend.plan(Problem.of(request(task=Task.BACKWARD, d=64, dv=64)), BackwardTiles(q=64))
 
 
 def tiles_for(group: int, q_len: int, **options: Any) -> Tiles:

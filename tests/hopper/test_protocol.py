@@ -10,6 +10,7 @@ import pytest
 from benchmarks.configurations import CONFIGURATIONS
 from flash3.backends.hopper.keyblocks import consumers_part
 from flash3.backends.hopper.tiles import Overlap, QuerySource, Turns
+from flash3.mask import MaskKind
 
 from .machine import State, Violation, require, search, with_changes
 from .protocol import Fault, Protocol, check
@@ -47,6 +48,7 @@ def protocols(most_stages: int) -> dict[str, Protocol]:
             turns=tiles.turns,
             parts=parts,
             o_parts=o_parts,
+            masked=int(spec.mask_kind is not MaskKind.FULL),
         )
     return found
 
@@ -126,6 +128,8 @@ FAULTS = [
     (Fault.SHARED_Q_RELEASED_EARLY, replace(TWO, query_source=SHARED), "Q0: "),
     (Fault.K_RELEASED_EARLY, replace(TWO, stages=1), "K0: 1 overwrites 0 under a reader"),
     (Fault.K_RELEASED_EARLY, replace(TWO, stages=1, parts=2, turns=PING_PONG), "K0: 1 overwrites 0 under a reader"),
+    (Fault.K_NOT_KEPT, replace(TWO, walks=(together(2, 3),), stages=1), "K0: 2 overwrites 1 under a reader|K0 holds"),
+    (Fault.K_NOT_KEPT, replace(TWO, walks=(together(2, 3),), stages=1, overlap=IN_ORDER), "K0: 2 overwrites 1 under a reader|K0 holds"),
     (Fault.V_RELEASED_EARLY, replace(TWO, stages=1), "V0: 1 overwrites 0 under a reader"),
     (Fault.V_RELEASED_EARLY, replace(TWO, stages=1, overlap=IN_ORDER), "V0: 1 overwrites 0 under a reader"),
     (Fault.V_NOT_AWAITED, TWO, "V0 holds"),

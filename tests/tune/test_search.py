@@ -209,6 +209,39 @@ def test_hopper_s_space_is_legal(width: int, mask: MaskKind) -> None:
     assert {json.dumps(tuned.encode(tiles)) for tiles in found[:20]}
 
 
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hopper_s_backward_space_is_legal(width: int, deterministic: bool) -> None:
+    from flash3.backends.hopper import backward_budget, backward_space
+    from flash3.backends.hopper.backward_tiles import BackwardSpec
+
+    spec = BackwardSpec(qk_width=width, v_width=width, deterministic=deterministic)
+    own = backward_budget.choose(spec)
+    found = backward_space.legal(spec, own)
+    assert found[0] == own
+    assert len(found) == len(set(found)) >= (1 if deterministic else 3)
+    assert all(not backward_budget.problems(spec, tiles) for tiles in found)
+
+
+@pytest.mark.parametrize("name", ["h100", "a100", "l40s", "b200"])
+@pytest.mark.parametrize("workload", ["paper/d64-full-4k", "paper/d128-causal-4k", "paper/d256-full-4k"])
+def test_triton_s_space_is_legal(name: str, workload: str) -> None:
+    """For every GPU: its own choice first, and what the shared memory cannot hold left out."""
+    from flash3.backends.triton import space as triton_space
+    from flash3.backends.triton.plan import TritonBackend
+
+    backend, problem = TritonBackend(), WORKLOADS[workload].problem(model_named(name).device)
+    found = backend.tuning_space(problem)
+    assert found[0] == backend.plan(problem).tiles
+    assert len(found) == len(set(found)) > 5
+    width, capability = problem.spec.head_dim, problem.device.capability
+    assert capability is not None
+    assert all(not triton_space.problems(tiles, capability, width, 2) for tiles in found[1:])
+    assert backend.footprint(problem).q_block == found[0].rows
+    with pytest.raises(NotImplementedError, match="forward only"):
+        backend.tuning_space(WORKLOADS[workload].problem(model_named(name).device, Task.BACKWARD))
+
+
 def test_orders_share_kernels() -> None:
     from flash3.tune.command import orders_of
 

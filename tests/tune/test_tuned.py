@@ -161,7 +161,7 @@ def test_hopper_takes_its_table_and_holds_it_against_the_budget(tmp_path: Path) 
 
 
 def test_tiles_survive_json() -> None:
-    tiles = HopperTiles(q=128, kv=96, stages=2, o_columns=64, turns=Turns.PING_PONG, rescale_log2=4)
+    tiles = HopperTiles(q=128, kv=96, stages=2, o_columns=64, turns=Turns.PING_PONG, hold=30)
     assert tuned.decode(HopperTiles, json.loads(json.dumps(tuned.encode(tiles)))) == tiles
     layout = SequenceLayout(leftpad=True)
     assert tuned.decode(SequenceLayout, tuned.encode(layout)) == layout

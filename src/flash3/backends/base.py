@@ -69,7 +69,8 @@ class Footprint:
 
     q_block, kv_block: queries of a tile, keys of a block. heads: query heads that share a tile. smem_bytes: shared memory (CPU: scores
     that a step keeps). registers: most of any thread. blocks_per_sm: how many run on a multiprocessor at once. head_group: heads whose
-    tiles are visited together, longest first among them. persistent: a block takes tile after tile.
+    tiles are visited together, longest first among them. persistent: a block takes tile after tile. by_keys: work
+    tiles are blocks of keys, which walk over the queries (backward).
     """
 
     q_block: int
@@ -81,11 +82,16 @@ class Footprint:
     head_group: int = 1
     heads: int = 1
     persistent: bool = False
+    by_keys: bool = False
 
 
 @runtime_checkable
 class Tunable(Protocol):
-    """A backend whose tiles can be enumerated, compiled ahead and explained."""
+    """A backend whose tiles can be enumerated, compiled ahead and explained.
+
+    Raises, each of its methods:
+        NotImplementedError: not for this task.
+    """
 
     def tuning_space(self, problem: Problem) -> Sequence[Any]:
         """Every legal choice of tiles, none twice: what `plan` would take without a tuned table first, then the nearest to it."""

@@ -84,7 +84,8 @@ def bench(
             check=check,
             seed=seed,
         )
-    report = measure(plan, files, as_json)
+    with usage_errors():
+        report = measure(plan, files, as_json)
     if as_json:
         from .results import to_json
 
@@ -165,7 +166,7 @@ class usage_errors:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValueError | RuntimeError) and not isinstance(error, typer.Exit):
+        if isinstance(error, ValueError | RuntimeError | OSError) and not isinstance(error, typer.Exit):
             from rich.console import Console
 
             Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)

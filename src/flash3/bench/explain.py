@@ -62,7 +62,10 @@ def tell(workload: Workload, task: Task, device: Device, rates: Rates, backend: 
     chosen = backend_named(explanation.backend)
     if not isinstance(chosen, Tunable):
         return story
-    footprint = chosen.footprint(problem)
+    try:
+        footprint = chosen.footprint(problem)
+    except NotImplementedError:  # not for this task
+        return story
     counts, schedule = count(workload, footprint), simulate(workload, footprint, max(1, device.multiprocessors))
     predicted = predict(workload, task, rates, footprint, (counts, schedule))
     return Story(workload, task, problem, explanation, rates, story.floor, footprint, counts, schedule, predicted)
@@ -125,7 +128,8 @@ def lines(story: Story) -> list[str]:
         heads = f" of {f.heads} heads" if f.heads > 1 else ""
         found.append(f"{who} takes {f.q_block} queries{heads} × {f.kv_block} keys, {f.smem_bytes / 1024:.0f} KB of {memory}")
     if f is not None and f.threads:
-        found.append(f"{f.threads} threads with at most {f.registers} registers, {f.blocks_per_sm} on a multiprocessor at once")
+        registers = f" with at most {f.registers} registers, {f.blocks_per_sm} on a multiprocessor at once" if f.registers else ""
+        found.append(f"{f.threads} threads{registers}")
     if c is not None:
         share = (c.full + c.partial) / max(1, c.full + c.partial + c.skipped)
         found.append(f"blocks of scores: {c.full} full, {c.partial} partial, {c.skipped} skipped ({share:.0%} visited)")

@@ -115,7 +115,8 @@ def _fa4(case: Case) -> Prepared:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if w.layout is SequenceKind.PACKED:
             cu = r.q_sequences.cu_seqlens, r.k_sequences.cu_seqlens  # type: ignore[union-attr]
-            return _first(interface.flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], **options))
+            longest = {"max_seqlen_q": w.q_len, "max_seqlen_k": w.k_len}
+            return _first(interface.flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], **longest, **options))
         return _first(interface.flash_attn_func(q, k, v, **options))
 
     return prepared(case, attend)

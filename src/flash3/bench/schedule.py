@@ -10,6 +10,8 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..backends.base import Footprint
 from ..mask import MaskKind
 from .blocks import Panel
@@ -59,9 +61,11 @@ def costs(workload: Workload, footprint: Footprint) -> Iterator[int]:
 
 
 def tile_costs(workload: Workload, pair: tuple[int, int], footprint: Footprint) -> list[int]:
-    """Of one sequence and head, in the order of the kernel: from the last tile on where later rows see more."""
+    """Of one sequence and head, in the order of the kernel: from the last tile on where later rows see more; of keys from the first."""
     q_len, k_len = pair
     panel = Panel("", workload.mask, q_len, k_len, footprint.q_block, footprint.kv_block)
+    if footprint.by_keys:
+        return [max(1, int(n)) for n in np.count_nonzero(panel.visits(), axis=0)]
     found = [max(1, visited) for visited, _ in panel.rows()]
     return found if workload.mask.kind is MaskKind.FULL else found[::-1]
 

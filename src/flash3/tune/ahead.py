@@ -47,7 +47,7 @@ def compile_all(orders: Sequence[Order], jobs: int | None = None) -> Iterator[Do
         backend = backend_named(order.backend)
         try:
             there = not isinstance(backend, Tunable) or backend.is_compiled(order.problem, order.tiles)
-        except Exception:  # whatever it is, the compiler will say it
+        except Exception:  # whatever it is, `compile` will say it
             there = False
         if there:
             yield Done(order, built=False, seconds=0.0)

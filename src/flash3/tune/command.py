@@ -125,7 +125,7 @@ def exit_code(outcomes: list[Outcome], stopped: bool) -> int:
         return INTERRUPTED
     if not any(o.winner for o in outcomes):
         return COULD_NOT_RUN
-    return WRONG if any(c.fault for o in outcomes for c in o.candidates) else 0
+    return WRONG if any(c.wrong for o in outcomes for c in o.candidates) else 0
 
 
 def search_all(
@@ -194,16 +194,18 @@ def show(outcomes: list[Outcome], refused: dict[str, str], console: Any) -> None
     from rich.text import Text
 
     from ..bench.tables import number
+    from .search import NOT_RUN
 
     table = Table("workload", title="The fastest tiles", title_justify="left")
-    for head in ("candidates", "wrong", "heuristic ms", "best ms", "gain"):
+    for head in ("candidates", "do not run", "wrong", "heuristic ms", "best ms", "gain"):
         table.add_column(head, justify="right")
     table.add_column("tiles that differ from the heuristic's")
     for o in outcomes:
-        wrong = sum(bool(c.fault) for c in o.candidates)
+        wrong, out = sum(c.wrong for c in o.candidates), sum(bool(c.fault) for c in o.candidates)
         best = o.winner.ms if o.winner else None
         row: list[str | Text] = [
             str(len(o.candidates)),
+            str(out - wrong),
             Text(str(wrong), style="red" if wrong else ""),
             number(o.own.ms, 4),
             number(best, 4),
@@ -213,7 +215,7 @@ def show(outcomes: list[Outcome], refused: dict[str, str], console: Any) -> None
     console.print(table)
     for o in outcomes:
         for fault in dict.fromkeys(c.fault for c in o.candidates if c.fault):
-            console.print(f"{o.workload.name}: {fault}", style="red", markup=False)
+            console.print(f"{o.workload.name}: {fault}", style="red" if not fault.startswith(NOT_RUN) else "dim", markup=False)
     for name, reason in refused.items():
         console.print(f"{name}: {reason}", style="yellow", markup=False)
 

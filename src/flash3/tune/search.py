@@ -36,6 +36,8 @@ FINALISTS = 4
 MOST_ATTEMPTS = 2
 ENDS_PROCESS = "each process that ran it ended"
 """The fault of a candidate whose check was begun so often, in as many runs, and never came back."""
+NOT_RUN = "does not"
+"""How faults begin that are no mistake of a kernel."""
 WORTH_IT = 1.01
 """A winner must be this much faster than the heuristic's choice to be written down."""
 
@@ -57,6 +59,11 @@ class Candidate:
     @property
     def ms(self) -> float | None:
         return median(self.times_ms) if self.times_ms else None
+
+    @property
+    def wrong(self) -> bool:
+        """It ran, and should not have: its result is wrong, or it ended its process. (What does not compile or launch is merely out.)"""
+        return bool(self.fault) and not self.fault.startswith(NOT_RUN)
 
 
 @dataclass
@@ -127,7 +134,7 @@ class Tuner:
         for i, done in enumerate(compile_all(orders, self.jobs), start=1):
             self.say(f"{outcome.workload.name}: compiled {i} of {len(orders)}")
             if done.error:
-                by_label[done.order.label].fault = f"does not compile: {done.error}"
+                by_label[done.order.label].fault = f"{NOT_RUN} compile: {done.error}"
 
     def _check(self, outcome: Outcome, runs: Runs) -> None:
         """Against float64, and bitwise the same in repeated launches."""
@@ -252,7 +259,7 @@ class Runs:
                         return "repeated launches differ"
             found = self._truth.errors(tuple(results))
         except Exception as error:
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return f"{NOT_RUN} run: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return "" if found is None else "; ".join(found.faults)
 
 

@@ -3,8 +3,9 @@
 import enum
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from .roles import WARPGROUP_THREADS
 
@@ -15,6 +16,7 @@ class BarrierId(enum.IntEnum):
     BLOCK = 0
     TURN = 1  # consumer i may issue its matmuls
     OUTPUT = 8  # consumer i's threads, around its rows of O in shared memory
+    AGREE = 12  # consumer i's threads: whether one of them has found something
 
 
 @dataclass
@@ -53,3 +55,14 @@ class NoTurn:
 def sync_output(consumer: Int32):
     """All 128 threads of one consumer."""
     cute.arch.barrier(barrier_id=BarrierId.OUTPUT + consumer, number_of_threads=WARPGROUP_THREADS)
+
+
+@cute.jit
+def any_above(consumer: Int32, x: Float32, limit: cutlass.Constexpr[float]):
+    """Whether x > limit, or x is not a number, in any thread of a consumer."""
+    found = cute.arch.inline_ptx(
+        "{ .reg .pred p, q; setp.gtu.f32 p, {$r0}, {$r1}; barrier.cta.red.or.pred q, {$r2}, {$r3}, p; selp.s32 {$w0}, 1, 0, q; }",
+        write_only_types=[Int32],
+        read_only_args=[x, Float32(limit), BarrierId.AGREE + consumer, Int32(WARPGROUP_THREADS)],
+    )
+    return cute.arch.vote_any_sync(found != 0)  # tells ptxas that warps do not split here

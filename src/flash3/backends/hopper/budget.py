@@ -6,9 +6,6 @@ from . import roles
 from .tiles import ROWS_PER_CONSUMER, WIDTHS, FirstBlock, ForwardSpec, QuerySource, Tiles
 
 SMEM_PER_BLOCK_BYTES = 227 * 1024
-SMEM_PER_SM_BYTES = 228 * 1024
-SMEM_RESERVED_BYTES = 1024
-"""The system's own share of each block's shared memory."""
 ALIGNMENT_BYTES = 1024
 """Tiles start at multiples of the swizzle pattern."""
 BARRIER_BYTES = 8
@@ -35,7 +32,7 @@ def tile_bytes(spec: ForwardSpec, tiles: Tiles) -> dict[str, int]:
 def smem_bytes(spec: ForwardSpec, tiles: Tiles) -> int:
     """All shared memory of a block: the tiles, a full and an empty barrier per stage, the work tiles."""
     total = sum(-(-n // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for n in tile_bytes(spec, tiles).values())
-    barriers = 2 * (1 + 2 * tiles.stages + WORK_STAGES)
+    barriers = 2 * (tiles.consumers + 2 * tiles.stages + WORK_STAGES)
     return total + BARRIER_BYTES * barriers + 4 * work_words(spec) * WORK_STAGES
 
 
@@ -71,7 +68,7 @@ def problems(spec: ForwardSpec, tiles: Tiles) -> list[str]:
     if found:
         return found
     if not roles.is_known(tiles):
-        found.append(f"no split of the registers for {tiles.consumers} consumers and {tiles.blocks_per_sm} blocks per SM")
+        found.append(f"no split of the registers for {tiles.consumers} consumers")
         return found
     total = registers_held(tiles)
     if total > roles.entry_registers(tiles) * tiles.threads:
@@ -80,9 +77,8 @@ def problems(spec: ForwardSpec, tiles: Tiles) -> list[str]:
     if need > roles.consumer_registers(tiles):
         found.append(f"a consumer thread needs about {need} registers, {roles.consumer_registers(tiles)} are there")
     smem = smem_bytes(spec, tiles)
-    limit = min(SMEM_PER_BLOCK_BYTES, SMEM_PER_SM_BYTES // tiles.blocks_per_sm - SMEM_RESERVED_BYTES)
-    if smem > limit:
-        found.append(f"shared memory: {smem} bytes of {limit}")
+    if smem > SMEM_PER_BLOCK_BYTES:
+        found.append(f"shared memory: {smem} bytes of {SMEM_PER_BLOCK_BYTES}")
     return found
 
 

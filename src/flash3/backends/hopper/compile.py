@@ -98,7 +98,7 @@ def load_object(path: Path):
 @functools.cache
 def source_hash() -> str:
     """Of every file that the generated code depends on: all of this folder but those that only choose among kernels and call them."""
-    kernels = [f for f in sorted(Path(__file__).parent.glob("*.py")) if f.name not in ("plan.py", "space.py")]
+    kernels = [f for f in sorted(Path(__file__).parent.glob("*.py")) if not f.name.endswith(("plan.py", "space.py"))]
     files = [*kernels, *(Path(m.__file__) for m in (mask, problem, sequences))]
     text = hashlib.sha256()
     for file in files:
@@ -130,8 +130,8 @@ def kernel(spec: ForwardSpec, tiles: Tiles):
     return _cache(settings.cache_dir).get((spec, tiles), functools.partial(build_object, spec, tiles), load_object)
 
 
-def is_compiled(spec: ForwardSpec, tiles: Tiles) -> bool:
-    """Whether the kernel of a key is in the cache."""
+def is_compiled(spec, tiles) -> bool:
+    """Whether the kernel of a key, forward or backward, is in the cache."""
     return _cache(settings.cache_dir).has((spec, tiles))
 
 

@@ -8,14 +8,16 @@ producer    0          24 … 56        TMA loads of Q, K, V; hands out work til
 consumer i  4(i+1) …   240/160/112    64 query rows: both matmuls, softmax, O and L      (roles.py; tiles.q / 64 consumers)
 
 pipes       cargo      stages         filled by   emptied by                                   arrivals to empty
-q           Q tile     1              TMA         each consumer: copied to registers, after   one per consumer warp
+q           64 rows    consumers      TMA         its consumer: copied to registers, after    one per warp of that consumer
                                                   its first Q·Kᵀ; else after its last
-k           K block    tiles.stages   TMA         each consumer, after S = Q·Kᵀ                one per consumer warp
+k           K block    tiles.stages   TMA         each consumer, after S = Q·Kᵀ; where the    one per consumer warp
+                                                  block goes on trust, once that is settled
 v           V block    tiles.stages   TMA         each consumer, after O += P·V                one per consumer warp
 work        work tile  2              producer    each consumer                                one per consumer thread
 O leaves through a buffer of its own; its way out lies under the next tile.
 
 barriers    0 the block, once · 1+i it is consumer i's turn (ping-pong) · 8+i consumer i's threads, around its rows of O
+            12+i consumer i's threads, whether a block goes on trust (softmax.py)
 
 timeline    producer   Q K₀ V₀ K₁ V₁ …                       as far ahead as the rings allow, into the next tile
             consumer   QK₀ │ softmax₀ │ QK₁ PV₀ │ softmax₁ under PV₀ │ … │ PV_last │ O/l → shared memory → TMA
@@ -28,25 +30,25 @@ from dataclasses import dataclass, fields, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
 from . import budget, roles, storage
-from .barriers import NoTurn, Turn
+from .barriers import NoTurn, Turn, any_above
 from .clear import SPARE_WARPS, clear_gaps
 from .extents import Extent, loadable, rows_view, sequence_arrays
-from .fragments import LANES_PER_ROW, ROWS_PER_THREAD, accumulator, convert
+from .fragments import LANES_PER_ROW, ROWS_PER_THREAD, accumulator, convert, rescale, scale_rows
 from .keyblocks import KeyBlocks, TileBlocks, Walk, consumers_part
 from .masking import FragmentMask, bounds_of
 from .matmul import issue, wait_matmuls
 from .operands import Arrays, MaskNumbers, Numbers, Operands, Sizes
-from .pipes import StagedLoad, StagedRead, tma_pipe, work_pipe
+from .pipes import StagedLoad, StagedRead, own_stage, tma_pipe, work_pipe
 from .queries import make_queries
 from .schedule import Dispatcher, Follower, Position, WorkTile, is_ragged
-from .softmax import LOG2_E, OnlineSoftmax, ScoreMap, SteadySoftmax
+from .softmax import LOG2_E, TOLERANCE_LOG2, TRUSTED_SUM, OnlineSoftmax, ScoreMap
 from .store import OutputStore
-from .tiles import ROWS_PER_CONSUMER, FirstBlock, ForwardSpec, Maximum, Overlap, Rescale, Tiles, Turns
+from .tiles import ROWS_PER_CONSUMER, FirstBlock, ForwardSpec, Overlap, QuerySource, Tiles, Turns
 
 
 @dataclass
@@ -74,25 +76,53 @@ class Consumer:
         S = cute.make_rmem_tensor(self.tiles.kv // 2, Float32)
         k = self.keys.wait()
         for part in cutlass.range_constexpr(self.tiles.parts):
-            issue(
-                self.qk, self.part_of(S, part), self.queries.fragment, self.keys.operand[part][None, None, None, k.index], accumulate=False
-            )
+            self.issue_part(S, part, k)
         return S, k
+
+    @cute.jit
+    def issue_part(self, S: cute.Tensor, part: cutlass.Constexpr[int], k):
+        keys = self.keys.operand[part][None, None, None, k.index]
+        issue(self.qk, self.part_of(S, part), self.queries.fragment, keys, accumulate=False)
 
     def part_of(self, S: cute.Tensor, part: int):
         keys = self.tiles.kv // self.tiles.parts
         return accumulator(S, part * keys, keys)
 
     @cute.jit
-    def weigh_part(self, S: cute.Tensor, part: cutlass.Constexpr[int], block: Int32, masked: cutlass.Constexpr[bool]):
-        """Scores of one part of the keys become P."""
-        first_key = part * (self.tiles.kv // self.tiles.parts)
-        scores = self.part_of(S, part)
+    def weigh_masked(self, S: cute.Tensor, k, block: Int32, beside: cutlass.Constexpr[int]):
+        """S becomes P by its maximum; returns what O is to be multiplied by. `beside`: groups of matmuls that go on meanwhile."""
+        wait_matmuls(beside)
+        k.release()
+        scores = accumulator(S, 0, self.tiles.kv)
         self.scores.apply(scores)
-        if const_expr(masked):
-            self.mask.apply(scores, block * self.tiles.kv + first_key)
-        last = part == self.tiles.parts - 1
-        self.softmax.update(scores, accumulator(S, 0, first_key) if const_expr(part > 0) else None, self.tiles.hold if last else 0, masked)
+        self.mask.apply(scores, block * self.tiles.kv)
+        return self.softmax.update(scores, TOLERANCE_LOG2, self.tiles.hold)
+
+    @cute.jit
+    def weigh(self, S: cute.Tensor, beside: cutlass.Constexpr[int]):
+        """S becomes P with the maximum that there is; returns the rows' sums."""
+        sums = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        sums.fill(0.0)
+        for part in cutlass.range_constexpr(self.tiles.parts):
+            wait_matmuls(self.tiles.parts - 1 - part + beside)
+            scores = self.part_of(S, part)
+            self.scores.apply(scores)
+            self.softmax.trust(scores, sums, self.tiles.hold if part == self.tiles.parts - 1 else 0)
+        return sums
+
+    @cute.jit
+    def settle(self, S: cute.Tensor, k, sums: cute.Tensor):
+        """Where some row's sum tells that scores have outgrown its maximum, the block is taken again. Nothing is in flight."""
+        if any_above(self.turn.me, sums[0] + sums[1], TRUSTED_SUM):
+            for part in cutlass.range_constexpr(self.tiles.parts):
+                self.issue_part(S, part, k)
+            wait_matmuls(0)
+            scores = accumulator(S, 0, self.tiles.kv)
+            self.scores.apply(scores)
+            scale_rows(self.O, self.softmax.update(scores, 0.0, 0))
+        else:
+            self.softmax.accept(sums)
+        k.release()
 
     @cute.jit
     def issue_output(self):
@@ -135,21 +165,22 @@ class Consumer:
     def next_block(self, block: Int32, masked: cutlass.Constexpr[bool]):
         self.turn.take()
         S, k = self.issue_scores()  # S = Q·K_jᵀ, in the background
-        if const_expr(self.tiles.rescale is Rescale.BEFORE_PV):
-            self.softmax.rescale(self.O)
         v = self.issue_output()  # O += P_{j−1}·V_{j−1}, queued behind it
         self.turn.pass_on()
-        self.softmax.settle()
-        for part in cutlass.range_constexpr(self.tiles.parts):
-            wait_matmuls(self.tiles.parts - part)
-            if const_expr(part == self.tiles.parts - 1):
-                k.release()
-            self.weigh_part(S, part, block, masked)  # under P·V
+        if const_expr(masked):
+            alpha = self.weigh_masked(S, k, block, beside=1)  # under P·V
+            self.output_done(v)
+            rescale(self.O, alpha)
+        else:
+            sums = self.weigh(S, beside=1)
+            self.output_done(v)
+            self.settle(S, k, sums)
+        convert(S, self.P)
+
+    @cute.jit
+    def output_done(self, v):
         wait_matmuls(0)
         v.release()
-        convert(S, self.P)
-        if const_expr(self.tiles.rescale is Rescale.AFTER_PV):
-            self.softmax.rescale(self.O)
 
     @cute.jit
     def pass_over(self):
@@ -159,11 +190,7 @@ class Consumer:
 
     @cute.jit
     def last_output(self):
-        if const_expr(self.tiles.rescale is Rescale.BEFORE_PV):
-            self.softmax.rescale(self.O)
-        v = self.issue_output()
-        wait_matmuls(0)
-        v.release()
+        self.output_done(self.issue_output())
 
 
 @dataclass
@@ -183,22 +210,18 @@ class InOrderConsumer(Consumer):
     @cute.jit
     def add_output(self):
         self.turn.take()
-        v = self.issue_output()
-        wait_matmuls(0)
-        v.release()
+        self.output_done(self.issue_output())
 
     @cute.jit
     def next_block(self, block: Int32, masked: cutlass.Constexpr[bool]):
         S, k = self.issue_scores()
         self.turn.pass_on()
-        self.softmax.settle()
-        for part in cutlass.range_constexpr(self.tiles.parts):
-            wait_matmuls(self.tiles.parts - 1 - part)
-            if const_expr(part == self.tiles.parts - 1):
-                k.release()
-            self.weigh_part(S, part, block, masked)
+        if const_expr(masked):
+            rescale(self.O, self.weigh_masked(S, k, block, beside=0))
+        else:
+            sums = self.weigh(S, beside=0)
+            self.settle(S, k, sums)
         convert(S, self.P)
-        self.softmax.rescale(self.O)
         self.add_output()
 
     @cute.jit
@@ -246,15 +269,26 @@ class Loads:
 @cute.jit
 def produce(load: Loads, blocks: TileBlocks, tile: WorkTile, kv_head: Int32, q: Extent, k: Extent, dispatcher: Dispatcher):
     """Loads of one work tile; the ticket for the next tile is taken before the last V."""
-    load.q.load(tile.q_block, tile.head, q)
+    # Q in shared memory is free only when the tile before is done: its K must not wait for that.
+    keys_first = dispatcher.tiles.query_source is QuerySource.SHARED
+    if const_expr(keys_first):
+        load.k.load(blocks.first, kv_head, k)
+    load_queries(load.q, tile, q, dispatcher.tiles)
+    if const_expr(not keys_first):
+        load.k.load(blocks.first, kv_head, k)
     for i in cutlass.range(blocks.count - 1, unroll=1):
-        load.k.load(blocks.first - i, kv_head, k)
         load.v.load(blocks.first - i, kv_head, k)
-    last = blocks.first - blocks.count + 1
-    load.k.load(last, kv_head, k)
+        load.k.load(blocks.first - i - 1, kv_head, k)
     dispatcher.prefetch()
-    load.v.load(last, kv_head, k)
+    load.v.load(blocks.first - blocks.count + 1, kv_head, k)
     return load, dispatcher
+
+
+@cute.jit
+def load_queries(load: StagedLoad, tile: WorkTile, q: Extent, tiles: cutlass.Constexpr[Tiles]):
+    """A stage for each consumer's rows: who is done with the last tile's need not wait for the others."""
+    for consumer in cutlass.range_constexpr(tiles.consumers):
+        load.load(tile.q_block * tiles.consumers + consumer, tile.head, q)
 
 
 class Forward:
@@ -273,7 +307,7 @@ class Forward:
         sizes = Sizes(mQ.shape[-3], mK.shape[-3], mQ.shape[-2] // tiles.heads, batch, numbers.head_group, first_level)
         mask = MaskNumbers(numbers.left, numbers.right, numbers.chunk, numbers.q_offset, numbers.k_offset, numbers.bottom_right)
         ops = Operands(
-            storage.tma_load(q, storage.q_layout(spec, tiles), (storage.query_rows(tiles, tiles.q), spec.qk_width)),
+            storage.tma_load(q, storage.q_layout(spec, ROWS_PER_CONSUMER), (storage.query_rows(tiles, ROWS_PER_CONSUMER), spec.qk_width)),
             storage.tma_load(k, storage.k_layout(spec, tiles, 1), (tiles.kv, spec.qk_width)),
             storage.tma_load(v, storage.v_layout(spec, tiles, 1), (tiles.kv, spec.v_width)),
             storage.tma_store(o, storage.o_layout(spec, tiles, ROWS_PER_CONSUMER), storage.output_tile(tiles)),
@@ -291,14 +325,13 @@ class Forward:
         most_tiles = cute.ceil_div(sizes.q_len, tiles.queries) * sizes.heads * batch
         if const_expr(spec.q_layout.kind is SequenceKind.PACKED):  # q_len is that of all sequences together
             most_tiles = (sizes.q_len // tiles.queries + batch) * sizes.heads
-        grid = cutlass.min(most_tiles, numbers.multiprocessors * tiles.blocks_per_sm)
-        # Without min_blocks_per_mp ptxas ignores setmaxnreg; without the carveout the DSL asks a GPU while compiling.
+        grid = cutlass.min(most_tiles, numbers.multiprocessors)
+        # Without min_blocks_per_mp ptxas ignores setmaxnreg.
         self.kernel(ops).launch(
             grid=[grid, 1, 1],
             block=[tiles.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=tiles.blocks_per_sm,
-            preferred_smem_carveout=100 if tiles.blocks_per_sm > 1 else None,
+            min_blocks_per_mp=1,
         )
 
     def batch(self, mQ, mK, q_arrays, k_arrays):
@@ -318,19 +351,21 @@ class Forward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
         sQ, sK, sV, sO = self.buffers(smem)
-        q_in, q_out = tma_pipe(smem, tiles, 1, spec.dtype.bytes * tiles.q * spec.qk_width)
-        k_in, k_out = tma_pipe(smem, tiles, tiles.stages, spec.dtype.bytes * tiles.kv * spec.qk_width)
-        v_in, v_out = tma_pipe(smem, tiles, tiles.stages, spec.dtype.bytes * tiles.kv * spec.v_width)
+        q_pipe = tma_pipe(smem, 1, tiles.consumers, spec.dtype.bytes * ROWS_PER_CONSUMER * spec.qk_width)
+        k_pipe = tma_pipe(smem, tiles.consumers, tiles.stages, spec.dtype.bytes * tiles.kv * spec.qk_width)
+        v_pipe = tma_pipe(smem, tiles.consumers, tiles.stages, spec.dtype.bytes * tiles.kv * spec.v_width)
         box, work_in, work_out = work_pipe(smem, tiles, budget.work_words(spec))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warpgroup == roles.PRODUCER_WARPGROUP:
             cute.arch.setmaxregister_decrease(roles.producer_registers(tiles))
             if warp == 0:
+                shape = (storage.query_rows(tiles, ROWS_PER_CONSUMER), spec.qk_width)
+                rows = cute.local_tile(sQ, (ROWS_PER_CONSUMER, spec.qk_width), (None, 0, 0))
                 load = Loads(
-                    StagedLoad(ops.q.atom, ops.q.tma_tensor, sQ, q_in, (storage.query_rows(tiles, tiles.q), spec.qk_width), spec.q_layout),
-                    StagedLoad(ops.k.atom, ops.k.tma_tensor, sK, k_in, (tiles.kv, spec.qk_width), spec.k_layout),
-                    StagedLoad(ops.v.atom, ops.v.tma_tensor, sV, v_in, (tiles.kv, spec.v_width), spec.k_layout),
+                    StagedLoad(ops.q.atom, ops.q.tma_tensor, rows, q_pipe.make_producer(), shape, spec.q_layout),
+                    StagedLoad(ops.k.atom, ops.k.tma_tensor, sK, k_pipe.make_producer(), (tiles.kv, spec.qk_width), spec.k_layout),
+                    StagedLoad(ops.v.atom, ops.v.tma_tensor, sV, v_pipe.make_producer(), (tiles.kv, spec.v_width), spec.k_layout),
                 )
                 work = self.dispatcher(ops, box, work_in, thread)
                 while work.tile.valid:
@@ -349,7 +384,7 @@ class Forward:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
             thread = thread - roles.WARPGROUP_THREADS
-            c, store = self.consumer(ops, sQ, sK, sV, sO, q_out, k_out, v_out, thread, me)
+            c, store = self.consumer(ops, sQ, sK, sV, sO, q_pipe, k_pipe, v_pipe, thread, me)
             if const_expr(tiles.turns is Turns.PING_PONG):
                 if me == tiles.consumers - 1:  # the first turn is consumer 0's
                     c.turn.pass_on()
@@ -384,7 +419,7 @@ class Forward:
             return smem.allocate_tensor(element, layout.outer, budget.ALIGNMENT_BYTES, swizzle=layout.inner)
 
         element = storage.ELEMENTS[spec.dtype]
-        sQ = buffer(element, storage.q_layout(spec, tiles))
+        sQ = buffer(element, storage.q_layout(spec, tiles.q))
         sK = buffer(element, storage.k_layout(spec, tiles, tiles.stages))
         sV = buffer(element, storage.v_layout(spec, tiles, tiles.stages))
         sO = buffer(storage.ELEMENTS[spec.out_dtype], storage.o_layout(spec, tiles, tiles.q))
@@ -420,7 +455,7 @@ class Forward:
         work.send(block)
         return work
 
-    def consumer(self, ops, sQ, sK, sV, sO, q_out, k_out, v_out, thread, me):
+    def consumer(self, ops, sQ, sK, sV, sO, q_pipe, k_pipe, v_pipe, thread, me):
         spec, tiles = self.spec, self.tiles
         qk, pv = storage.scores_mma(spec, tiles), storage.output_mma(spec, tiles)
         o_part = pv.get_slice(thread)
@@ -437,14 +472,13 @@ class Forward:
             left_qk = storage.scores_mma(spec, tiles, tiles.kv // 2)
             left_keys = operand(left_qk, sK, spec, tiles.kv // 2, 0, thread)
         kind = {Overlap.SOFTMAX_UNDER_PV: Consumer, Overlap.IN_ORDER: InOrderConsumer}[tiles.overlap]
-        softmax = {Maximum.EVERY_BLOCK: OnlineSoftmax, Maximum.STEADY: SteadySoftmax}[tiles.maximum]
         turn = {Turns.PING_PONG: Turn, Turns.FREE: NoTurn}[tiles.turns]
         c = kind(
-            queries=make_queries(qk, sQ, q_out, thread, spec, tiles),
-            keys=StagedRead(tuple(keys), k_out),
-            values=StagedRead(pv.make_fragment_B(o_part.partition_B(sVt)), v_out),
+            queries=make_queries(qk, sQ, own_stage(q_pipe, tiles.consumers, me), thread, spec, tiles),
+            keys=StagedRead(tuple(keys), k_pipe.make_consumer()),
+            values=StagedRead(pv.make_fragment_B(o_part.partition_B(sVt)), v_pipe.make_consumer()),
             scores=ScoreMap(ops.tanh_scale, spec),
-            softmax=softmax(stats(), stats(), stats(), Boolean(False), ops.scale_log2, spec, tiles),
+            softmax=OnlineSoftmax(stats(), stats(), ops.scale_log2, spec, tiles),
             turn=turn(me, (me + 1) % tiles.consumers),
             mask=FragmentMask(
                 tiles.query_of(first_row),

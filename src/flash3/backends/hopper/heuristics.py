@@ -11,7 +11,7 @@ from ...mask import MaskKind
 from ...problem import Sizes
 from . import budget
 from .keyblocks import level_of
-from .tiles import ROWS_PER_CONSUMER, WIDTHS, FirstBlock, ForwardSpec, Maximum, QuerySource, Rescale, Tiles, Turns
+from .tiles import ROWS_PER_CONSUMER, WIDTHS, FirstBlock, ForwardSpec, QuerySource, Tiles
 
 L2_FOR_KV_BYTES = 32 << 20
 """Half of the L2: what K and V of the heads that run side by side may take."""
@@ -45,27 +45,24 @@ def _for_keys(spec: ForwardSpec, k_len: int) -> Tiles:
     widest = max(spec.qk_width, spec.v_width)
     if widest <= 64:
         return _narrow(spec, k_len)
-    tiles = _largest(spec, consumers=2, turns=Turns.FREE)
-    if widest > 128 or tiles.kv % 32:  # wider kernels keep the tensor cores busy anyway
-        return tiles
-    if spec.mask_kind is MaskKind.FULL:
-        return replace(tiles, parts=2)
-    return replace(tiles, parts=2, first_block=FirstBlock.HALF)
+    tiles = _largest(spec, consumers=2)
+    if widest > 128:
+        return replace(tiles, hold=60)
+    if spec.mask_kind is MaskKind.FULL or tiles.kv % 32:
+        return replace(tiles, hold=30)
+    return replace(tiles, parts=2, first_block=FirstBlock.HALF, hold=0 if spec.softcap else 50)  # with both ptxas spills
 
 
 def _narrow(spec: ForwardSpec, k_len: int) -> Tiles:
-    """At width 64 the softmax's latency counts: for short sequences more and smaller warpgroups, else a softmax that ptxas can mix."""
+    """At width 64 the softmax's latency counts: four consumers, until at long lengths the power limit asks for fewer bytes per FLOP. Where
+    sequences may be short, tiles of 256 rows would be mostly empty; softcap needs more registers."""
     full = spec.mask_kind is MaskKind.FULL
-    many_fit = not spec.is_ragged and spec.mask_kind in (MaskKind.FULL, MaskKind.CAUSAL)
-    if many_fit and (k_len <= 512 if full else 512 < k_len <= 2048):
-        return _many(spec, Tiles(q=256, kv=48, stages=MOST_STAGES, o_columns=spec.v_width))
-    if many_fit and full and k_len <= 1024:
-        return _many(spec, Tiles(q=256, kv=64, stages=MOST_STAGES, o_columns=spec.v_width, query_source=QuerySource.SHARED, parts=2))
-    if k_len <= (512 if full else 1024):
-        return _two_blocks(spec)
-    if k_len <= (1024 if full else 2048):
-        return replace(_largest(spec, consumers=3, turns=Turns.FREE, most_kv=96), parts=2)
-    return replace(_largest(spec, consumers=3, turns=Turns.PING_PONG), maximum=Maximum.EVERY_BLOCK, hold=60)
+    if spec.is_ragged or spec.softcap or (full and k_len > 4096):
+        return replace(_largest(spec, consumers=3, most_kv=96), hold=60)
+    if full and k_len <= 512:
+        return _many(spec, Tiles(q=256, kv=48, stages=MOST_STAGES, o_columns=spec.v_width, hold=30))
+    shared = QuerySource.SHARED
+    return _many(spec, Tiles(q=256, kv=64, stages=MOST_STAGES, o_columns=spec.v_width, query_source=shared, hold=60))
 
 
 def _many(spec: ForwardSpec, tiles: Tiles) -> Tiles:
@@ -76,24 +73,14 @@ def _many(spec: ForwardSpec, tiles: Tiles) -> Tiles:
     return tiles
 
 
-def _two_blocks(spec: ForwardSpec) -> Tiles:
-    for kv in (48, 32):
-        for columns in _output_columns(spec):
-            tiles = Tiles(q=128, kv=kv, stages=4, o_columns=columns, query_source=QuerySource.SHARED, blocks_per_sm=2)
-            if not budget.problems(spec, tiles):
-                return tiles
-    raise LookupError(f"no tiles for two blocks per SM: {spec}")
-
-
 @functools.lru_cache(maxsize=1024)
-def _largest(spec: ForwardSpec, consumers: int, turns: Turns, most_kv: int = 128) -> Tiles:
+def _largest(spec: ForwardSpec, consumers: int, most_kv: int = 128) -> Tiles:
     """The most keys per block that fit, then the most columns of O at a time, then the most stages."""
     source = QuerySource.REGISTERS if spec.qk_width <= 128 else QuerySource.SHARED
-    rescale = Rescale.BEFORE_PV if spec.v_width > 128 else Rescale.AFTER_PV
     for kv in range(most_kv, 15, -16):
         for columns in _output_columns(spec):
             for stages in range(MOST_STAGES, 1, -1):
-                tiles = Tiles(q=64 * consumers, kv=kv, stages=stages, o_columns=columns, query_source=source, turns=turns, rescale=rescale)
+                tiles = Tiles(q=64 * consumers, kv=kv, stages=stages, o_columns=columns, query_source=source)
                 if not budget.problems(spec, tiles):
                     return tiles
     raise LookupError(f"no tiles fit: {spec}")
@@ -109,7 +96,7 @@ def first_level(tiles: Tiles, sizes: Sizes, multiprocessors: int) -> int:
     """keyblocks.level_of of the longest sequence, or 1, which puts all sequences into one level: the order of the batch. That is as good
     where many tiles come to each block, and spares the walks."""
     num_tiles = (sizes.total_q // tiles.queries + sizes.batch) * (sizes.heads_q // tiles.heads)
-    few = num_tiles < LEVELS_BELOW * multiprocessors * tiles.blocks_per_sm
+    few = num_tiles < LEVELS_BELOW * multiprocessors
     return level_of(sizes.k_len, tiles) if few else 1
 
 

@@ -17,18 +17,22 @@ def _threads(n: int):
     return pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
 
 
-def tma_pipe(smem, tiles: Tiles, stages: int, stage_bytes: int):
-    """Producer and consumer end. A stage is full when its bytes have arrived, empty when every consumer warp has said so."""
+def tma_pipe(smem, consumers: int, stages: int, stage_bytes: int):
+    """A stage is full when its bytes have arrived, empty when every warp of so many consumers has said so."""
     barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
-    pipe = pipeline.PipelineTmaAsync.create(
+    return pipeline.PipelineTmaAsync.create(
         barrier_storage=barriers,
         num_stages=stages,
         producer_group=_threads(1),
-        consumer_group=_threads(4 * tiles.consumers),
+        consumer_group=_threads(4 * consumers),
         tx_count=stage_bytes,
         defer_sync=True,
     )
-    return pipe.make_participants()
+
+
+def own_stage(pipe, consumers: int, me: Int32):
+    """Consumer end of a pipe with one stage for each consumer: always stage `me`, of which advance(consumers) is the next round."""
+    return pipeline.PipelineConsumer(pipe, pipeline.PipelineState(consumers, Int32(0), me, Int32(0)), pipe.sync_object_empty.cg)
 
 
 def work_pipe(smem, tiles: Tiles, words: int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from ...plan import Plan
 from ...problem import DType, Problem, Request, ScaleKind, Task, TensorInfo
 from ...sequences import Dense, Packed, Padded, Paged, SequenceKind, Sequences
 from ..base import Footprint, Refusal, Support
-from . import budget, heuristics, launch, roles, space
+from . import backward_budget, backward_plan, backward_space, budget, heuristics, launch, roles, space
+from .backward_tiles import BackwardSpec, BackwardTiles
 from .tiles import DENSE, SEQUENCE_LIMIT, ForwardSpec, ScaleSign, SequenceLayout, Tiles
 
 CAPABILITY = (9, 0)
@@ -25,11 +27,11 @@ TMA_ALIGNMENT_BYTES = 16
 Kernel = Callable[..., None]
 
 
-def compiled(spec: ForwardSpec, tiles: Tiles) -> Kernel:
+def compiled(spec: ForwardSpec | BackwardSpec, tiles: Any) -> Kernel:
     """The kernel from the cache, compiled where it is not there yet. The compiler is imported when first needed."""
-    from .compile import kernel
+    from . import backward_compile, compile
 
-    return kernel(spec, tiles)
+    return backward_compile.kernel(spec, tiles) if isinstance(spec, BackwardSpec) else compile.kernel(spec, tiles)
 
 
 def packed(numbers: tuple[float | int, ...]) -> Any:
@@ -43,16 +45,16 @@ class HopperBackend:
     """CuTe DSL kernels for sm_90a.
 
     Args:
-        kernels: what turns (ForwardSpec, Tiles) into a function; tests and benchmarks bring their own.
+        kernels: what turns (ForwardSpec, Tiles) or (BackwardSpec, BackwardTiles) into a function; tests and benchmarks bring their own.
     """
 
     name = "hopper"
 
-    def __init__(self, kernels: Callable[[ForwardSpec, Tiles], Kernel] = compiled) -> None:
+    def __init__(self, kernels: Callable[..., Kernel] = compiled) -> None:
         self._kernels = kernels
 
     def support(self, problem: Problem) -> Support | Refusal:
-        """Forward in fp16 and bf16, dense, packed or padded, on a Hopper GPU."""
+        """fp16 and bf16, dense, packed or padded, on a Hopper GPU; backward to the head dims of `backward_budget.WIDTHS`."""
         spec, device = problem.spec, problem.device
         if device.type != "cuda" or device.capability != CAPABILITY:
             return Refusal(f"it needs a Hopper GPU (compute capability 9.0), these tensors are on {device}")
@@ -68,78 +70,92 @@ class HopperBackend:
             notes.append("gathers the pages into a copy first: a kernel that reads pages is still to come")
         return Support("; ".join(notes))
 
-    def plan(self, problem: Problem, tiles: Tiles | None = None) -> Plan:
-        """One launch.
+    def plan(self, problem: Problem, tiles: Any = None) -> Plan:
+        """Forward: one launch. Backward: one call that launches three kernels.
 
         Raises:
             ValueError: `tiles` do not fit; the message says why.
         """
-        base = _forward_spec(problem)
+        base = _spec_of(problem)
         chosen, origin = (tiles, "as given") if tiles is not None else self._choose(problem, base)
-        wrong = budget.problems(base, chosen)
+        wrong = _faults(base, chosen)
         if wrong:
             raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
+        notes = (f"tiles {origin}",)
+        if isinstance(base, BackwardSpec):
+            backward = backward_plan.Backward(problem, chosen, self._kernels, _layout, _arrays, _tma_ready)
+            return Plan(backend=self.name, problem=problem, run=backward, tiles=chosen, notes=notes)
         forward = Forward(problem, chosen, self._kernels)
-        return Plan(backend=self.name, problem=problem, run=forward, prepare=forward.prepare, tiles=chosen, notes=(f"tiles {origin}",))
+        return Plan(backend=self.name, problem=problem, run=forward, prepare=forward.prepare, tiles=chosen, notes=notes)
 
-    def _choose(self, problem: Problem, base: ForwardSpec) -> tuple[Tiles, str]:
+    def _choose(self, problem: Problem, base: ForwardSpec | BackwardSpec) -> tuple[Any, str]:
         """The tuned table first, the heuristic second."""
-        key = self.tuning_key(problem)
-        found = tuned.find(self.name, problem, key, Tiles, lambda tiles: budget.problems(base, tiles))
-        if found:
-            return found[0], f"by the tuned table {found[1]}"
-        return heuristics.choose(base, problem.sizes.k_len, problem.sizes.q_len), "by the heuristic"
+        kind: type[Any] = BackwardTiles if isinstance(base, BackwardSpec) else Tiles
+        found = tuned.find(self.name, problem, self.tuning_key(problem), kind, functools.partial(_faults, base))
+        return (found[0], f"by the tuned table {found[1]}") if found else (_heuristic(problem, base), "by the heuristic")
 
-    def tuning_space(self, problem: Problem) -> list[Tiles]:
+    def tuning_space(self, problem: Problem) -> list[Any]:
         """See backends.base.Tunable."""
-        base = _forward_spec(problem)
-        return space.legal(base, heuristics.choose(base, problem.sizes.k_len, problem.sizes.q_len))
+        base = _spec_of(problem)
+        own = _heuristic(problem, base)
+        return backward_space.legal(base, own) if isinstance(base, BackwardSpec) else space.legal(base, own)
 
-    def tuning_key(self, problem: Problem) -> ForwardSpec:
-        """The kernel spec in which neither the LSE nor the sign of the scale counts: neither decides which tiles are best."""
-        return replace(_forward_spec(problem), lse=True, scale_sign=ScaleSign.POSITIVE)
+    def tuning_key(self, problem: Problem) -> ForwardSpec | BackwardSpec:
+        """The kernel spec; a forward's LSE and sign of the scale do not count: neither decides which tiles are best."""
+        base = _spec_of(problem)
+        return base if isinstance(base, BackwardSpec) else replace(base, lse=True, scale_sign=ScaleSign.POSITIVE)
 
-    def footprint(self, problem: Problem, tiles: Tiles | None = None) -> Footprint:
+    def footprint(self, problem: Problem, tiles: Any = None) -> Footprint:
         """See backends.base.Tunable. Registers are a consumer's, after setmaxnreg."""
-        base, sizes = _forward_spec(problem), problem.sizes
+        base, sizes = _spec_of(problem), problem.sizes
         chosen = tiles or self._choose(problem, base)[0]
-        return Footprint(
-            q_block=chosen.queries,
-            kv_block=chosen.kv,
-            smem_bytes=budget.smem_bytes(base, chosen),
-            registers=roles.consumer_registers(chosen),
-            threads=chosen.threads,
-            blocks_per_sm=chosen.blocks_per_sm,
-            head_group=heuristics.head_group(base, sizes.k_len, sizes.batch * sizes.heads_q),
-            heads=chosen.heads,
-            persistent=True,
-        )
+        held = {"registers": roles.consumer_registers(chosen), "threads": chosen.threads, "kv_block": chosen.kv}
+        if isinstance(base, BackwardSpec):
+            smem = backward_budget.smem_bytes(base, chosen)
+            return Footprint(q_block=chosen.q, smem_bytes=smem, persistent=chosen.persistent, by_keys=True, **held)
+        group = heuristics.head_group(base, sizes.k_len, sizes.batch * sizes.heads_q)
+        smem = budget.smem_bytes(base, chosen)
+        return Footprint(q_block=chosen.queries, smem_bytes=smem, head_group=group, heads=chosen.heads, persistent=True, **held)
 
-    def is_compiled(self, problem: Problem, tiles: Tiles | None = None) -> bool:
+    def is_compiled(self, problem: Problem, tiles: Any = None) -> bool:
         """See backends.base.Tunable. For lengths given as arrays: the layout without optional arrays."""
         from .compile import is_compiled
 
-        base = _forward_spec(problem)
+        base = _spec_of(problem)
         return is_compiled(base, tiles or self._choose(problem, base)[0])
 
-    def compile(self, problem: Problem, tiles: Tiles | None = None) -> bool:
+    def compile(self, problem: Problem, tiles: Any = None) -> bool:
         """See backends.base.Tunable."""
-        from .compile import warm
+        from . import backward_compile, compile
 
-        base = _forward_spec(problem)
-        return warm(base, tiles or self._choose(problem, base)[0])
+        base = _spec_of(problem)
+        chosen = tiles or self._choose(problem, base)[0]
+        return backward_compile.warm(base, chosen) if isinstance(base, BackwardSpec) else compile.warm(base, chosen)
 
 
-def _forward_spec(problem: Problem) -> ForwardSpec:
+def _spec_of(problem: Problem) -> ForwardSpec | BackwardSpec:
     spec = problem.spec
-    return launch.forward_spec(spec, problem.sizes.scale, _least(spec.q_sequences), _least(spec.k_sequences))
+    layouts = _least(spec.q_sequences), _least(spec.k_sequences)
+    if spec.task is Task.BACKWARD:
+        return backward_plan.spec_of(problem, *layouts)
+    return launch.forward_spec(spec, problem.sizes.scale, *layouts)
+
+
+def _faults(spec: ForwardSpec | BackwardSpec, tiles: Any) -> list[str]:
+    return backward_budget.problems(spec, tiles) if isinstance(spec, BackwardSpec) else budget.problems(spec, tiles)
+
+
+def _heuristic(problem: Problem, spec: ForwardSpec | BackwardSpec) -> Any:
+    if isinstance(spec, BackwardSpec):
+        return backward_budget.choose(spec)
+    return heuristics.choose(spec, problem.sizes.k_len, problem.sizes.q_len)
 
 
 def _unsupported(problem: Problem) -> list[str]:
     spec, sizes = problem.spec, problem.sizes
     found = []
-    if spec.task is not Task.FORWARD:
-        found.append("it has no backward yet")
+    if spec.task is Task.BACKWARD:
+        found += backward_plan.unsupported(problem)
     if spec.dtype not in (DType.BF16, DType.FP16):
         found.append(f"its inputs must be bfloat16 or float16, got {spec.dtype.value}")
     if spec.out_dtype not in (DType.BF16, DType.FP16, DType.FP32):

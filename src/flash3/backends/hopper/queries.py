@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import pipeline
 from cutlass.cute.nvgpu import warp
@@ -16,11 +17,13 @@ class SharedQueries:
 
     fragment: cute.Tensor
     waiting: pipeline.PipelineConsumer
-    releasing: pipeline.PipelineConsumer  # the same pipe, one step behind
+    releasing: pipeline.PipelineConsumer  # the same stage, one round behind
+    consumers: cutlass.Constexpr[int]
 
     @cute.jit
     def take(self):
-        self.waiting.wait_and_advance()
+        self.waiting.wait()
+        self.waiting.advance(self.consumers)
 
     @cute.jit
     def first_scores_done(self):
@@ -29,7 +32,7 @@ class SharedQueries:
     @cute.jit
     def last_scores_done(self):
         self.releasing.release()
-        self.releasing.advance()
+        self.releasing.advance(self.consumers)
 
 
 @dataclass
@@ -43,31 +46,33 @@ class RegisterQueries:
     fragment: cute.Tensor
     waiting: pipeline.PipelineConsumer
     releasing: pipeline.PipelineConsumer
+    consumers: cutlass.Constexpr[int]
     copy: cute.TiledCopy
     source: cute.Tensor
 
     @cute.jit
     def take(self):
-        self.waiting.wait_and_advance()
+        self.waiting.wait()
+        self.waiting.advance(self.consumers)
         cute.copy(self.copy, self.source, self.copy.retile(self.fragment))
 
     @cute.jit
     def first_scores_done(self):
         self.releasing.release()
-        self.releasing.advance()
+        self.releasing.advance(self.consumers)
 
     @cute.jit
     def last_scores_done(self):
         pass
 
 
-def make_queries(mma, sQ, pipe, thread, spec: ForwardSpec, tiles: Tiles):
+def make_queries(mma, sQ, stage, thread, spec: ForwardSpec, tiles: Tiles):
     part = mma.get_slice(thread)
     if tiles.query_source is QuerySource.SHARED:
         fragment = mma.make_fragment_A(part.partition_A(sQ))[None, None, None, 0]
-        return SharedQueries(fragment, pipe, pipe.clone())
+        return SharedQueries(fragment, stage, stage.clone(), tiles.consumers)
     fragment = part.make_fragment_A(part.partition_shape_A((tiles.q, spec.qk_width)))
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), storage.ELEMENTS[spec.dtype])
     copy = cute.make_tiled_copy_A(atom, mma)
     source = copy.get_slice(thread).partition_S(sQ)[None, None, None, 0]
-    return RegisterQueries(fragment, pipe, pipe.clone(), copy, source)
+    return RegisterQueries(fragment, stage, stage.clone(), tiles.consumers, copy, source)

@@ -1,7 +1,7 @@
 """Which tiles a tuner may try: every combination that the budget lets through, in pure Python.
 
 Some fields follow from others, and are not tried on their own: the deepest ring and the widest output buffer that fit (and rings of two),
-`rescale` as the heuristic has it (it depends on v_width alone), and the alternatives that measurements have ruled out for good.
+and the alternatives that measurements have ruled out for good.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from dataclasses import fields, replace
 
 from ...mask import MaskKind
 from . import budget
-from .tiles import ROWS_PER_CONSUMER, FirstBlock, ForwardSpec, Maximum, Overlap, QuerySource, Tiles, Turns
+from .tiles import ROWS_PER_CONSUMER, FirstBlock, ForwardSpec, Overlap, QuerySource, Tiles, Turns
 
 CONSUMERS = (2, 3, 4)
-BLOCKS_PER_SM = (1, 2)
 KEYS = range(32, 193, 16)
 STAGES = (4, 3, 2)
 PARTS = (1, 2)
-HOLDS = (0, 37, 60)
+HOLDS = (0, 30, 60)
 
 
 def legal(spec: ForwardSpec, own: Tiles) -> list[Tiles]:
@@ -37,37 +36,28 @@ def _distance(tiles: Tiles, own: Tiles) -> tuple[int, int]:
 def _combinations(spec: ForwardSpec, own: Tiles) -> Iterator[Tiles]:
     first_blocks = (FirstBlock.WHOLE,) if spec.mask_kind is MaskKind.FULL else tuple(FirstBlock)
     for frame in _frames(spec, own):
-        for turns, maximum, parts, hold, first in itertools.product(Turns, Maximum, PARTS, HOLDS, first_blocks):
-            tiles = replace(frame, turns=turns, maximum=maximum, parts=parts, hold=hold, first_block=first)
+        for turns, parts, hold, first in itertools.product(Turns, PARTS, HOLDS, first_blocks):
+            tiles = replace(frame, turns=turns, parts=parts, hold=hold, first_block=first)
             if _sensible(tiles) and not budget.problems(spec, tiles):
                 yield tiles
 
 
 def _sensible(tiles: Tiles) -> bool:
-    """What measurements have ruled out (docs/performance.md): holding back exponentials beside two parts, half blocks with turns, and the
-    steady maximum where nothing keeps the wait for P·V below its branch."""
-    if tiles.parts > 1 and tiles.hold:
-        return False
-    if tiles.first_block is FirstBlock.HALF and tiles.turns is Turns.PING_PONG:
-        return False
-    many = tiles.blocks_per_sm > 1 or tiles.consumers > 3
-    return many or tiles.maximum is Maximum.EVERY_BLOCK or tiles.parts > 1 or tiles.hold > 0
+    """What measurements have ruled out (docs/performance.md): half blocks with turns."""
+    return not (tiles.first_block is FirstBlock.HALF and tiles.turns is Turns.PING_PONG)
 
 
 def _frames(spec: ForwardSpec, own: Tiles) -> Iterator[Tiles]:
     """Sizes, without the ways to use them."""
     sources = tuple(QuerySource) if spec.qk_width <= 128 else (QuerySource.SHARED,)
-    for consumers, blocks, kv, source in itertools.product(CONSUMERS, BLOCKS_PER_SM, KEYS, sources):
+    for consumers, kv, source in itertools.product(CONSUMERS, KEYS, sources):
         frame = Tiles(
             q=ROWS_PER_CONSUMER * consumers,
             kv=kv,
             stages=1,
             o_columns=spec.v_width,
             query_source=source,
-            blocks_per_sm=blocks,
             overlap=Overlap.SOFTMAX_UNDER_PV,
-            rescale=own.rescale,
-            rescale_log2=own.rescale_log2,
             heads=own.heads,
         )
         depths = [tiles for tiles in (_widest_output(spec, frame, stages) for stages in STAGES) if tiles]

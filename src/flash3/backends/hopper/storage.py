@@ -20,8 +20,8 @@ def smem_layout(element, rows: int, columns: int, stages: int):
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
 
-def q_layout(spec: ForwardSpec, tiles: Tiles):
-    return smem_layout(ELEMENTS[spec.dtype], tiles.q, spec.qk_width, 1)
+def q_layout(spec: ForwardSpec, rows: int):
+    return smem_layout(ELEMENTS[spec.dtype], rows, spec.qk_width, 1)
 
 
 def k_layout(spec: ForwardSpec, tiles: Tiles, stages: int):

@@ -53,20 +53,6 @@ class Turns(enum.Enum):
     FREE = "free"
 
 
-class Rescale(enum.Enum):
-    """When O is multiplied by alpha."""
-
-    AFTER_PV = "after pv"
-    BEFORE_PV = "before pv"  # between issuing S and issuing P·V: better for wide O
-
-
-class Maximum(enum.Enum):
-    """When the softmax looks for a row's maximum."""
-
-    EVERY_BLOCK = "every block"
-    STEADY = "steady"  # only once scores outgrow the one it has
-
-
 class FirstBlock(enum.Enum):
     """How a consumer starts where the mask hides the right half of its first block."""
 
@@ -116,10 +102,9 @@ class Tiles:
 
     q, kv: rows of a query tile (64 per consumer warpgroup) and of a block of keys; heads: query heads of one key head that share a tile,
     whose row r is then query r // heads of head r % heads; stages: depth of the K and V rings;
-    o_columns: columns of O in shared memory at a time; rescale_log2: O is rescaled only when a row's maximum grew by more than
-    this power of two (0: at every growth); parts: pieces of a block's keys whose softmax starts when their scores are there;
-    hold: percent of a block's (last part's) exponentials that come before the wait for P·V (0: wherever ptxas likes); first_block:
-    whether one whose right half the mask hides takes half the work.
+    o_columns: columns of O in shared memory at a time; parts: pieces of a block's keys whose softmax starts when their scores are
+    there; hold: percent of a block's (last part's) exponentials that come before the wait for P·V (0: wherever ptxas likes);
+    first_block: whether one whose right half the mask hides takes half the work.
     """
 
     q: int
@@ -129,10 +114,6 @@ class Tiles:
     query_source: QuerySource = QuerySource.REGISTERS
     overlap: Overlap = Overlap.SOFTMAX_UNDER_PV
     turns: Turns = Turns.FREE
-    rescale: Rescale = Rescale.AFTER_PV
-    rescale_log2: float = 8.0
-    blocks_per_sm: int = 1
-    maximum: Maximum = Maximum.STEADY
     parts: int = 1
     hold: int = 0
     first_block: FirstBlock = FirstBlock.WHOLE

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import tuned
 from ...plan import Plan
-from ...problem import DType, Problem, Request, ScaleKind, Task
+from ...problem import DType, Problem, Request, ScaleKind, Spec, Task
 from ...sequences import Dense, Padded, Paged
-from ..base import Gradients, Refusal, Saved, Support
-from . import heuristics
+from ..base import Footprint, Gradients, Refusal, Saved, Support
+from . import heuristics, space
 from .tiles import BackwardTiles, Tiles
 
 MOST_PROGRAMS = 1 << 31
@@ -58,11 +59,49 @@ class TritonBackend:
 
             repair()
         run: Forward | Backward
+        notes: tuple[str, ...] = ()
         if problem.spec.task is Task.FORWARD:
+            asked = tiles is None and not interpreted()
+            found = tuned.find(self.name, problem, self.tuning_key(problem), Tiles, _faults(problem)) if asked else None
+            if found:
+                tiles, notes = found[0], (f"tiles by the tuned table {found[1]}",)
             run = Forward.of(problem, _typed(tiles, Tiles))
         else:
             run = Backward.of(problem, _typed(tiles, BackwardTiles))
-        return Plan(backend=self.name, problem=problem, run=run, tiles=run.tiles)
+        return Plan(backend=self.name, problem=problem, run=run, tiles=run.tiles, notes=notes)
+
+    def tuning_space(self, problem: Problem) -> list[Tiles]:
+        """See backends.base.Tunable; forward only."""
+        return space.legal(_forward(problem).tiles, _capability(problem), _width(problem), problem.spec.dtype.bytes)
+
+    def tuning_key(self, problem: Problem) -> Spec:
+        """The spec, with and without an LSE alike."""
+        return replace(problem.spec, lse=True, deterministic=False)
+
+    def footprint(self, problem: Problem, tiles: Tiles | None = None) -> Footprint:
+        """See backends.base.Tunable; forward only. What few rows do (packed heads, split keys) is left out."""
+        chosen = tiles or _forward(problem).tiles
+        smem = space.smem_bytes(chosen, _width(problem), problem.spec.dtype.bytes)
+        return Footprint(q_block=chosen.rows, kv_block=chosen.keys, smem_bytes=smem, threads=32 * chosen.warps)
+
+    def is_compiled(self, problem: Problem, tiles: Tiles | None = None) -> bool:
+        """Triton compiles when a kernel is first launched, and keeps its own cache: nothing is compiled ahead."""
+        return True
+
+    def compile(self, problem: Problem, tiles: Tiles | None = None) -> bool:
+        """See is_compiled."""
+        return False
+
+
+def _forward(problem: Problem) -> Forward:
+    """The heuristic's."""
+    if problem.spec.task is not Task.FORWARD:
+        raise NotImplementedError("the triton backend has tiles to choose from for the forward only")
+    return Forward.of(problem, None)
+
+
+def _faults(problem: Problem) -> Callable[[Tiles], list[str]]:
+    return lambda tiles: space.problems(tiles, _capability(problem), _width(problem), problem.spec.dtype.bytes)
 
 
 def _typed(tiles: Any, wanted: type) -> Any:

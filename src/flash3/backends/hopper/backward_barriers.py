@@ -1,0 +1,43 @@
+"""Named barriers of the backward, by event."""
+
+import enum
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .backward_tiles import CONSUMERS
+from .roles import WARPGROUP_THREADS
+
+
+class BackwardBarrierId(enum.IntEnum):
+    """Barrier 0 belongs to the whole block. GRADIENT, SLOT_FREE, SLOT_FULL, and TURN are families: id + consumer number. What late
+    and sending consumers use for themselves may have the same numbers."""
+
+    BLOCK = 0
+    SCORE_GRADIENTS = 1  # dS of both consumers is in shared memory
+    KEYS_READ = 2  # both consumers have read K for the last time
+    GRADIENT = 3  # consumer i's threads, around its rows of dK and dV in shared memory
+    SLOT_FREE = 5  # consumer i's half of dQ may be overwritten
+    SLOT_FULL = 7  # consumer i's half of dQ is complete
+    TURN = 5  # DqTime.LATE, which has no sender: consumer i may issue its matmuls
+    PROBABILITIES = 9  # Split.ROLES: P is in shared memory
+    WRITTEN = 8  # DqTime.LATE: consumer i has written its half of dS into stage j, id + 2i + j
+    READ = 12  # DqTime.LATE: consumer i has read both halves in stage j, id + 2i + j
+
+
+@cute.jit
+def sync_consumers(event):
+    """All threads of all consumers."""
+    cute.arch.barrier(barrier_id=event, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
+
+
+@cute.jit
+def arrive_consumers(event):
+    """sync_consumers for who need not wait."""
+    cute.arch.barrier_arrive(barrier_id=event, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
+
+
+@cute.jit
+def sync_gradient(consumer: Int32):
+    """All 128 threads of one consumer."""
+    cute.arch.barrier(barrier_id=BackwardBarrierId.GRADIENT + consumer, number_of_threads=WARPGROUP_THREADS)

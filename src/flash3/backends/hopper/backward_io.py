@@ -1,0 +1,187 @@
+"""What a block of the backward reads and writes: the producer's loads, and dK and dV on their way out."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warp
+
+from . import storage
+from .backward_barriers import sync_gradient
+from .backward_schedule import KeyDispatcher
+from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, Split
+from .bulk import bulk_load
+from .extents import Extent, tile_of
+from .fragments import convert
+from .pipes import StagedLoad
+from .queryblocks import QueryBlocks, block_at
+from .roles import WARPGROUP_THREADS
+
+
+@dataclass
+class StagedRowsLoad(StagedLoad):
+    """Producer end of a block of rows with a statistic each: TMA, and a bulk copy beside it."""
+
+    statistics: cute.Tensor  # (heads · q_blocks, words)
+    box: cute.Tensor  # (words, stage) in shared memory
+    word: cutlass.Constexpr[int]  # where this statistic begins in a record
+    lane: Int32
+
+    @cute.jit
+    def load_with_rows(self, block: Int32, head: Int32, extent: Extent, record: Int32):
+        slot = self.producer.acquire_and_advance()
+        rows = tile_of(self.tensor, self.tile, block, 0, head, extent, self.layout)
+        target, source = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(self.buffer, 0, 2), cute.group_modes(rows, 0, 2)
+        )
+        cute.copy(self.atom, source, target[None, slot.index], tma_bar_ptr=slot.barrier)
+        if self.lane == 0:
+            words = cute.size(self.box, mode=[0])
+            start = self.statistics.iterator + (Int64(record) * self.statistics.shape[1] + self.word)
+            bulk_load(self.box[None, slot.index].iterator, start, slot.barrier, 4 * words)
+
+
+@dataclass
+class KeyTile:
+    """What a block works on."""
+
+    kv_block: Int32
+    kv_head: Int32
+    batch: Int32
+    q: Extent
+    k: Extent
+    record: Int32  # of the first query head's block 0
+    q_blocks: Int32  # records from a head to the next
+
+
+@dataclass
+class Loads:
+    q: StagedRowsLoad
+    do: StagedRowsLoad
+    k: StagedLoad
+    v: StagedLoad
+    spec: cutlass.Constexpr[BackwardSpec]
+
+    @cute.jit
+    def load_keys(self, tile: KeyTile):
+        self.k.load(tile.kv_block, tile.kv_head, tile.k)
+        self.v.load(tile.kv_block, tile.kv_head, tile.k)
+
+    @cute.jit
+    def load_queries(self, tile: KeyTile, head: Int32, block: Int32):
+        """Q and dO of a block, of one of the key head's query heads."""
+        q_head, record = tile.kv_head * self.spec.heads_per_kv + head, tile.record + head * tile.q_blocks + block
+        self.q.load_with_rows(block, q_head, tile.q, record)
+        self.do.load_with_rows(block, q_head, tile.q, record)
+
+
+@cute.jit
+def produce(
+    load: Loads, tile: KeyTile, blocks: QueryBlocks, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles]
+):
+    """Loads of one work tile, in the order in which they are read."""
+    load.load_keys(tile)
+    for head in cutlass.range(spec.heads_per_kv, unroll=1):
+        for i in cutlass.range(blocks.count(), unroll=1):
+            load.load_queries(tile, head, block_at(blocks, i, spec, tiles, cutlass.min, cutlass.max))
+    return load
+
+
+@cute.jit
+def produce_next(
+    load: Loads,
+    tile: KeyTile,
+    blocks: QueryBlocks,
+    work: KeyDispatcher,
+    spec: cutlass.Constexpr[BackwardSpec],
+    tiles: cutlass.Constexpr[BackwardTiles],
+):
+    """Loads of one of many tiles. The ticket for the next one is taken before the last of them, so that it is there in time, and no
+    earlier: a block with a long tile must not sit on a reserved one."""
+    load.load_keys(tile)
+    for head in cutlass.range(spec.heads_per_kv, unroll=1):
+        for i in cutlass.range(blocks.count(), unroll=1):
+            if head == spec.heads_per_kv - 1 and i == blocks.count() - 1:
+                work.prefetch()
+            load.load_queries(tile, head, blocks.first + i)
+    if blocks.count() == 0:
+        work.prefetch()
+    return load, work
+
+
+@dataclass
+class GradientStore:
+    """dK or dV: registers → 64 rows of K's or V's place in shared memory → global, by TMA. For one consumer."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor  # extents.rows_view
+    rows: cute.Tensor  # these 64 rows in shared memory
+    copy: cute.TiledCopy
+    to_smem: cute.Tensor
+    consumer: Int32
+    part: Int32  # which 64 rows of the tile
+    first_warp: Boolean
+    width: cutlass.Constexpr[int]
+    spec: cutlass.Constexpr[BackwardSpec]
+    tiles: cutlass.Constexpr[BackwardTiles]
+
+    @staticmethod
+    def create(tma, sX, mma, thread, consumer, width, spec: BackwardSpec, tiles: BackwardTiles):
+        """thread: number among the consumers' threads."""
+        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), storage.ELEMENTS[spec.dtype]), mma)
+        part = consumer if tiles.split is Split.KEYS else Int32(0)
+        rows = cute.local_tile(sX, (KEYS_PER_CONSUMER, width), (part, 0, None))
+        within = thread if tiles.split is Split.KEYS else thread % WARPGROUP_THREADS
+        to_smem, first_warp = copy.get_slice(within).partition_D(sX), Boolean(thread // 32 % 4 == 0)
+        return GradientStore(tma.atom, tma.tma_tensor, rows, copy, to_smem, consumer, part, first_warp, width, spec, tiles)
+
+    @cute.jit
+    def write(self, acc: cute.Tensor, tile: KeyTile, stage: Int32):
+        out = cute.make_rmem_tensor_like(acc, storage.ELEMENTS[self.spec.dtype])
+        convert(acc, out)
+        cute.copy(self.copy, self.copy.retile(out), self.to_smem[None, None, None, stage])
+        cute.arch.fence_view_async_shared()
+        sync_gradient(self.consumer)
+        if self.first_warp:
+            block = tile.kv_block * (self.tiles.kv // KEYS_PER_CONSUMER) + self.part
+            rows = tile_of(self.tensor, (KEYS_PER_CONSUMER, self.width), block, 0, tile.kv_head, tile.k, self.spec.k_layout)
+            source, target = cpasync.tma_partition(
+                self.atom, 0, cute.make_layout(1), cute.group_modes(self.rows, 0, 2), cute.group_modes(rows, 0, 2)
+            )
+            cute.copy(self.atom, source[None, stage], target)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def wait_read(self):
+        """All of this consumer's threads: what was written has left shared memory."""
+        if self.first_warp:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        sync_gradient(self.consumer)
+
+
+@dataclass
+class TileKeys:
+    """Consumer end of K and V, a stage for each tile; given back later than waited for."""
+
+    waiting_k: object
+    waiting_v: object
+    releasing_k: object
+    releasing_v: object
+
+    @staticmethod
+    def create(k_pipe, v_pipe):
+        return TileKeys(k_pipe, v_pipe, k_pipe.clone(), v_pipe.clone())
+
+    @cute.jit
+    def wait(self):
+        stage = self.waiting_k.wait_and_advance().index
+        self.waiting_v.wait_and_advance()
+        return stage
+
+    @cute.jit
+    def release(self):
+        self.releasing_k.release()
+        self.releasing_k.advance()
+        self.releasing_v.release()
+        self.releasing_v.advance()

@@ -1,0 +1,164 @@
+"""What the backward knows of each query row, before its main kernel: L and D, padded to whole blocks; and a cleared dQ.
+
+equations   D = rowsum(dO ∘ O) − dL      L₂ = L·log2 e      d_sink = −Σ_rows 2^(sink·log2 e − L₂)·D, here per block of rows
+            A row that sees nothing (L = −inf) and one past the end have L₂ = +inf and D = 0: their P is 0, and the main kernel needs no
+            mask for them.
+
+record      of each block of rows and head (blocklist), float32: L₂ (q) · whether some row has a second part, the block's share of the
+            sink's gradient, 0, 0 · D (q) · second part of L₂ (q; backward_refine)
+
+roles       one block of 256 threads for each record; as many threads to a row as it has 16-byte pieces (a power of two)
+limits      16-bit O and dO; rows of 16 bytes
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from . import blocklist
+from .backward_operands import RowOperands
+from .backward_refine import LARGEST_EXACT, rest_of_row
+from .backward_tiles import STATISTICS_TAIL, BackwardSpec, BackwardTiles, statistics_words
+from .extents import Extent, extent_of
+from .rows import PIECE, piece_of, row_of, rows_of, statistic_of
+from .softmax import LOG2_E
+
+THREADS = 256
+WARPS = THREADS // 32
+
+
+def lanes_per_row(spec: BackwardSpec) -> int:
+    return 1 << (spec.v_width // PIECE - 1).bit_length()
+
+
+@cute.jit
+def statistics_of_row(mLSE, d_lse, layout: cutlass.Constexpr, extent: Extent, head: Int32, row: Int32, total: Float32):
+    """L₂ and D of one row, of which `total` is rowsum(dO ∘ O)."""
+    lse_log2, delta = Float32.inf, Float32(0.0)
+    if row < extent.length:
+        lse = statistic_of(mLSE, layout, extent, head, row)
+        if lse != -Float32.inf:
+            lse_log2, delta = lse * Float32(LOG2_E), total
+            if const_expr(d_lse is not None):
+                delta = delta - statistic_of(d_lse, layout, extent, head, row)
+    return lse_log2, delta
+
+
+class PrepareKernel:
+    """The kernel of one (BackwardSpec, BackwardTiles)."""
+
+    def __init__(self, spec: BackwardSpec, tiles: BackwardTiles):
+        self.spec, self.tiles = spec, tiles
+
+    @cute.jit
+    def launch(self, ops: RowOperands, blocks: Int32, heads: Int32, stream):
+        self.kernel(ops).launch(grid=[blocks, heads, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, ops: RowOperands):
+        spec, tiles, z = self.spec, self.tiles, ops.sizes
+        thread, _, _ = cute.arch.thread_idx()
+        index, head, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks may come as soon as there is room
+        batch = blocklist.sequence_of(index, ops.q_arrays, z.batch, z.q_rows, spec.q_layout, tiles.q)
+        extent = extent_of(ops.q_arrays, spec.q_layout, batch, z.q_rows)
+        first_row = (index - blocklist.first_block(spec.q_layout, ops.q_arrays, batch, z.q_rows, tiles.q)) * tiles.q
+        record = head * z.q_blocks + index
+        self.clear(ops, record, thread)
+        partial, coarse = Float32(0.0), Float32(0.0)
+        if first_row < extent.length:
+            partial = self.rows(ops, record, head, extent, first_row, thread)
+            k = extent_of(ops.k_arrays, spec.k_layout, batch, z.k_rows)
+            coarse = self.second_parts(ops, record, head, extent, k, first_row, thread)
+        self.write_tail(ops, record, partial, coarse, thread)
+
+    @cute.jit
+    def clear(self, ops: RowOperands, record: Int32, thread: Int32):
+        """This block's part of dQ."""
+        words = self.tiles.q * self.spec.qk_width
+        start = (ops.dq_sum.iterator + (Int64(record) * words + 4 * thread)).align(16)
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        for i in cutlass.range_constexpr(words // (4 * THREADS)):
+            cute.autovec_copy(zeros, cute.make_tensor(start + 4 * THREADS * i, cute.make_layout(4)))
+
+    @cute.jit
+    def rows(self, ops: RowOperands, record: Int32, head: Int32, extent: Extent, first_row: Int32, thread: Int32):
+        """L₂ and D of every row. The answer: this thread's share of the sink's gradient."""
+        spec, tiles = self.spec, self.tiles
+        lanes = lanes_per_row(spec)
+        passes = tiles.q * lanes // THREADS
+        column, partial = thread % lanes * PIECE, Float32(0.0)
+        last, width = extent.length - 1, ops.out.shape[-1]
+        here = cutlass.min(column, width - PIECE)  # narrower than the tile: read something, and leave it out
+        pieces = []
+        for i in cutlass.range_constexpr(passes):
+            row = cutlass.min(first_row + (thread // lanes + THREADS // lanes * i), last)
+            rows = (row_of(m, spec.q_layout, extent, head, row) for m in (ops.out, ops.d_out))
+            pieces.append([piece_of(r, here) for r in rows])
+        line = ops.statistics.iterator + Int64(record) * statistics_words(tiles)
+        lse_line = cute.make_tensor(line, cute.make_layout(tiles.q))
+        delta_line = cute.make_tensor(line + (tiles.q + STATISTICS_TAIL), cute.make_layout(tiles.q))
+        for i in cutlass.range_constexpr(passes):
+            row = thread // lanes + THREADS // lanes * i
+            out, d_out = pieces[i]
+            total = Float32(0.0)
+            for e in cutlass.range_constexpr(PIECE):
+                total = total + out[e].to(Float32) * d_out[e].to(Float32)
+            total = cutlass.select_(column < width, total, Float32(0.0))
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+            if thread % lanes == 0:
+                lse_log2, delta = statistics_of_row(ops.lse, ops.d_lse, spec.q_layout, extent, head, first_row + row, total)
+                lse_line[row] = lse_log2
+                delta_line[row] = delta
+                if const_expr(spec.sink):
+                    share = cute.math.exp2(ops.sink[head] * Float32(LOG2_E) - lse_log2, fastmath=True)
+                    partial = partial - (Float32(0.0) if lse_log2 == Float32.inf else share * delta)
+        return partial
+
+    @cute.jit
+    def second_parts(self, ops: RowOperands, record: Int32, head: Int32, q: Extent, k: Extent, first_row: Int32, thread: Int32):
+        """The second part of L₂ of every row. The answer: 1 where this warp's rows have some, else 0."""
+        spec, tiles = self.spec, self.tiles
+        rows, lane = tiles.q // WARPS, thread % 32
+        first = thread // 32 * rows
+        lse_log2 = Float32(0.0)
+        if lane < rows and first_row + first + lane < q.length:
+            lse_log2 = statistic_of(ops.lse, spec.q_layout, q, head, first_row + first + lane) * Float32(LOG2_E)
+            lse_log2 = Float32(0.0) if lse_log2 == -Float32.inf else lse_log2
+        large = lse_log2 > Float32(LARGEST_EXACT) or lse_log2 < Float32(-LARGEST_EXACT)
+        coarse = cute.arch.vote_ballot_sync(large)
+        rest, found = Float32(0.0), Float32(0.0)
+        if coarse != 0:
+            found = Float32(1.0)
+            keys = rows_of(ops.k, spec.k_layout, k, head // spec.heads_per_kv)
+            for i in cutlass.range(rows, unroll=1):
+                if (coarse >> i) & 1 != 0:
+                    row = first_row + first + i
+                    q_row = row_of(ops.q, spec.q_layout, q, head, row)
+                    of_row = cute.arch.shuffle_sync(lse_log2, i)
+                    again = rest_of_row(ops, q_row, keys, row, q, k, of_row, head, spec)
+                    rest = again if lane == i else rest
+        start = Int64(record) * statistics_words(tiles) + (2 * tiles.q + STATISTICS_TAIL)
+        line = cute.make_tensor(ops.statistics.iterator + start, cute.make_layout(tiles.q))
+        if lane < rows:
+            line[first + lane] = rest
+        return found
+
+    @cute.jit
+    def write_tail(self, ops: RowOperands, record: Int32, partial: Float32, coarse: Float32, thread: Int32):
+        """The four words behind L₂."""
+        smem = SmemAllocator()
+        sums = smem.allocate_tensor(Float32, cute.make_layout((WARPS, 2)), 16)
+        of_warp = cute.arch.warp_reduction_sum(partial) if const_expr(self.spec.sink) else Float32(0.0)
+        if thread % 32 == 0:
+            sums[thread // 32, 0], sums[thread // 32, 1] = of_warp, coarse
+        cute.arch.sync_threads()
+        if thread == 0:
+            share, some = Float32(0.0), Float32(0.0)
+            for i in cutlass.range_constexpr(WARPS):
+                share, some = share + sums[i, 0], some + sums[i, 1]
+            start = Int64(record) * statistics_words(self.tiles) + self.tiles.q
+            tail = cute.make_tensor((ops.statistics.iterator + start).align(16), cute.make_layout(STATISTICS_TAIL))
+            tail[0], tail[1], tail[2], tail[3] = some, share, Float32(0.0), Float32(0.0)

@@ -1,0 +1,44 @@
+"""Copies and reductions that the DSL has not in this form."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+@cute.jit
+def bulk_load(target: cute.Pointer, source: cute.Pointer, barrier: cute.Pointer, num_bytes: cutlass.Constexpr[int]):
+    """Contiguous global → shared memory, counted by the barrier. One thread; 16-byte aligned."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target.toint(), source.toint(), Int32(num_bytes), barrier.toint()],
+    )
+
+
+@cute.jit
+def bulk_reduce_add(target: cute.Pointer, source: cute.Pointer, num_bytes: cutlass.Constexpr[int]):
+    """Global += contiguous float32 in shared memory, in the current bulk group. One thread; 16-byte aligned."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
+    )
+
+
+@cute.jit
+def reduce_add(target: cute.Pointer, values: cute.Tensor):
+    """Global += four float32, 16-byte aligned; no answer comes back."""
+    cute.arch.inline_ptx(
+        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[target.toint(), values[0], values[1], values[2], values[3]],
+    )
+
+
+@cute.jit
+def load_acquire(source: cute.Pointer):
+    """An int32 in global memory that other blocks change."""
+    return cute.arch.inline_ptx("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[source.toint()])
+
+
+@cute.jit
+def add_release(target: cute.Pointer, value: Int32):
+    """Global int32 += value, after everything that this thread did before."""
+    cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[target.toint(), value])

@@ -1,0 +1,65 @@
+"""Tiles of the backward: every choice fits, what does not fit is named, and every head dim has a width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.backward_configurations import BACKWARD
+from flash3.backends.hopper import backward_budget
+from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath, Split
+from flash3.mask import MaskKind
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("softcap", [False, True])
+def test_every_pair_of_head_dims_has_tiles(softcap: bool, deterministic: bool) -> None:
+    for d in range(8, 257, 8):
+        for dv in range(8, 257, 8):
+            qk, v = backward_budget.widths_of(d, dv, softcap)
+            assert qk >= d
+            assert v >= dv
+            spec = BackwardSpec(qk_width=qk, v_width=v, softcap=softcap, deterministic=deterministic)
+            assert backward_budget.problems(spec, backward_budget.choose(spec)) == []
+
+
+def test_the_list_covers_every_choice() -> None:
+    assert len(BACKWARD) <= 60
+    specs, tiles = zip(*BACKWARD.values(), strict=True)
+    assert {s.mask_kind for s in specs} == set(MaskKind)
+    assert {t.dq_path for t in tiles} == set(DqPath)
+    assert {t.split for t in tiles} == set(Split)
+    assert {s.qk_width for s in specs} == {32, 64, 128, 256}
+    assert {s.v_width for s in specs} == set(backward_budget.WIDTHS)
+    for spec, tile in BACKWARD.values():
+        assert backward_budget.problems(spec, tile) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "word"),
+    [
+        ("backward_128_full", {"q": 128, "kv_stages": 1}, "registers"),
+        ("backward_128_full", {"q_stages": 3}, "shared memory"),
+        ("backward_128_full", {"q": 96}, "q must be"),
+        ("backward_128_full", {"kv": 64}, "kv must be"),
+        ("backward_64_full", {"q": 64}, "width 128"),
+        ("backward_64_full", {"q_stages": 0}, "stage"),
+        ("backward_64_full", {"ds_stages": 3}, "dS"),
+        ("backward_256_full", {"q_stages": 3}, "shared memory"),
+        ("backward_256_full", {"kv_stages": 2}, "persistent"),
+        ("backward_128_causal_packed", {"kv_stages": 2}, "persistent"),
+        ("backward_256_full", {"dq_path": DqPath.SHARED}, "shared memory"),
+        ("backward_64_full_deterministic", {"dq_path": DqPath.SHARED}, "ordered"),
+    ],
+)
+def test_what_does_not_fit_is_named(name: str, change: dict[str, Any], word: str) -> None:
+    spec, tiles = BACKWARD[name]
+    found = backward_budget.problems(spec, replace(tiles, **change))
+    assert any(word in reason for reason in found), found
+
+
+def test_widths_that_no_kernel_has() -> None:
+    spec = BackwardSpec(qk_width=96, v_width=96)
+    assert "tile widths" in backward_budget.problems(spec, BackwardTiles(q=64))[0]

@@ -1,0 +1,91 @@
+"""Every backward configuration compiles for sm_90a without a GPU: no spills, no serialized matmuls, loops that do not grow."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.backward_configurations import BACKWARD
+from flash3.backends.hopper import roles
+from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath, Split
+from flash3.mask import MaskKind
+
+pytest.importorskip("cutlass")
+pytestmark = pytest.mark.timeout(600)
+
+# Instructions in the loop over blocks whose rows see every key of the tile.
+INTERIOR = {"backward_64_full": 620, "backward_64_causal": 620, "backward_128_full": 440, "backward_128_causal": 440}
+ALWAYS = ("backward_64_full", "backward_128_causal", "backward_256_causal", "backward_128_chunk_deterministic")
+"""Compiled in every run; the others with -m slow."""
+MOST_SPILLED_BYTES = 256
+"""Of the main kernel, in all: between tiles, and in the rare walk."""
+MOST_RELOADS = 6
+"""Of what does not change, in a loop that counts: at width 64 two consumers have no register to spare."""
+SECOND_PARTS = 8
+"""Loads of it in a block, at least."""
+SECTION = re.compile(r"(?=^\s*\.section\s+\.text\.)", re.MULTILINE)
+
+
+def cases() -> list[object]:
+    return [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in BACKWARD]
+
+
+def main_kernel(cubin: Path) -> str:
+    """Its disassembly, out of that of the three."""
+    from tests.hopper.sass import disassembly
+
+    (text,) = (part for part in SECTION.split(disassembly(cubin)) if "BackwardKernel" in part.partition("\n")[0])
+    return text
+
+
+def common_loops(instructions: list[str], labels: dict[str, int]) -> list[list[str]]:
+    """The innermost loops with matmuls but those of the rare walk, which has loads of the second part of L."""
+    from tests.hopper.sass import inner_loops
+
+    return [loop for loop in inner_loops(instructions, labels) if sum("LDG" in line for line in loop) < SECOND_PARTS]
+
+
+def groups_of_matmuls(spec: BackwardSpec, tiles: BackwardTiles) -> int:
+    """Waits for matmuls in the whole kernel: three kinds of bodies (masked, interior, and with a second part of L), four with two edges."""
+    bodies = 4 if spec.mask_kind in (MaskKind.WINDOW, MaskKind.CHUNK) else 3
+    return bodies * (5 if tiles.split is Split.ROLES else 4)
+
+
+@pytest.mark.parametrize("name", cases())
+def test_compiles(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from flash3.backends.hopper.backward_compile import TARGET, compile_backward
+    from tests.hopper.sass import inner_loops, parse
+
+    spec, tiles = BACKWARD[name]
+    compile_backward(spec, tiles, f"{TARGET} --keep-cubin --dump-dir {tmp_path} remarks{{ptx}}")
+    sys.stdout.flush()
+    remarks = "".join(capfd.readouterr())
+    spills = [sum(map(int, pair)) for pair in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", remarks)]
+    assert sorted(spills)[:2] == [0, 0]
+    assert max(spills) <= MOST_SPILLED_BYTES
+    assert f"Used {roles.entry_registers(tiles)} registers, used 16 barriers" in remarks
+    (cubin,) = tmp_path.glob("*.cubin")
+    text = main_kernel(cubin)
+    instructions, labels = parse(text)
+    count = {
+        word: sum(word in line for line in instructions) for word in ("STL", "LDL", "USETMAXREG", "WARPGROUP.DEPBAR", "REDG", "UBLKRED")
+    }
+    for loop in common_loops(instructions, labels):
+        assert sum("LDL" in line for line in loop) <= MOST_RELOADS
+        assert not any("STL" in line for line in loop)
+    assert count["USETMAXREG"] == 2
+    assert count["WARPGROUP.DEPBAR"] == groups_of_matmuls(spec, tiles)  # more: ptxas has serialized the matmuls
+    for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "STSM"):
+        assert any(instruction in line for line in instructions), instruction
+    by_registers = tiles.dq_path is DqPath.REGISTERS
+    assert bool(count["UBLKRED"]) != by_registers
+    assert max(int(n) for n in re.findall(r"\bR(\d+)\b", text)) < roles.consumer_registers(tiles)
+    if name in INTERIOR:
+        assert min(map(len, inner_loops(instructions, labels))) <= INTERIOR[name]
+
+
+def test_the_names_exist() -> None:
+    assert set(ALWAYS) | set(INTERIOR) <= set(BACKWARD)
