@@ -1,5 +1,8 @@
-"""Tiles by compute capability, else by shared memory. sm_90 at width 64 was measured on an H200 (docs/performance.md); elsewhere the largest tiles
-that compile within the GPU's limits almost without spills (tests/triton/test_compile.py)."""
+"""Tiles by compute capability, else by shared memory.
+
+sm_90 at width 64 was measured on an H200 (docs/performance.md); elsewhere these are the largest tiles that compile within the GPU's limits
+almost without spills (tests/triton/test_compile.py).
+"""
 
 from __future__ import annotations
 
