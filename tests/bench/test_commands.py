@@ -128,7 +128,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         "flash3",
         "bench",
         "smoke/full",
-        "cpu/window-1k-of-16k",
+        "b=1,q=2048,h=8,d=64",
         "--device",
         "cpu",
         "--rounds",
