@@ -43,7 +43,8 @@ def _dense() -> None:
                 _add(f"backward_{width}_{mask.value}_late", spec, late)
             _add(f"backward_{width}_{mask.value}_turns", spec, turns)
             if width == 128:
-                _add(f"backward_{width}_{mask.value}_single", spec, single)
+                other = replace(tiles, kv_stages=1 if tiles.persistent else 2)
+                _add(f"backward_{width}_{mask.value}_{'persistent' if other.persistent else 'single'}", spec, other)
                 _add(f"backward_{width}_{mask.value}_turns_persistent", spec, replace(turns, kv_stages=2))
 
 
