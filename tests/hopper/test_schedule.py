@@ -52,3 +52,19 @@ def test_rows_of_a_tile_that_heads_share(heads: int) -> None:
         first_row = thread // 32 * 16 + thread % 32 // 4
         for r in range(2):
             assert (first_row + ROW_STEP * r) // heads == first_row // heads + ROW_STEP // heads * r
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 64])
+def test_every_load_of_queries_holds_a_row(heads: int) -> None:
+    """Of ragged sequences TMA must not be asked for rows that all lie past the end; rows within it are where they belong."""
+    from flash3.backends.hopper.extents import last_block
+    from flash3.backends.hopper.tiles import ROWS_PER_CONSUMER
+
+    rows = ROWS_PER_CONSUMER // heads
+    for length, consumers in itertools.product(range(1, 6 * rows + 2), (1, 2, 3, 4)):
+        for q_block in range(-(-length // (rows * consumers))):
+            for consumer in range(consumers):
+                asked = q_block * consumers + consumer
+                block = min(asked, last_block(length, rows))
+                assert 0 <= block * rows < length
+                assert block == asked or asked * rows >= length

@@ -9,7 +9,8 @@ same stride, and its pointer moves back by SEQUENCE_LIMIT rows. Row r of a seque
 and r ≥ length is out of bounds: loads give zeros there and stores leave alone what belongs to others, at no cost in the kernel.
 
 One thing TMA does not forgive: a load of which not a single row is in bounds reads at the pointer itself, where nothing is mapped. So a
-sequence without keys loads one row of its neighbours (`loadable`); the mask hides it, and O is set to 0, not multiplied by it.
+sequence without keys loads one row of its neighbours (`loadable`); the mask hides it, and O is set to 0, not multiplied by it. And a
+consumer whose rows all lie past the end of the queries loads the last rows there are (`last_block`); its own store leaves nothing.
 """
 
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ def loadable(extent: Extent) -> Extent:
     """The extent, or for an empty sequence one row that is surely there."""
     some = cutlass.min(extent.length, Int32(1))
     return Extent(extent.row, extent.start * some, cutlass.max(extent.length, Int32(1)))
+
+
+def last_block(length, rows: int):
+    """The last block of so many rows that holds one of the sequence's, of which there is at least one."""
+    return (length - 1) // rows
 
 
 def rows_view(m, layout: SequenceLayout, heads: int = 1):

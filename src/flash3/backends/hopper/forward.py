@@ -37,7 +37,7 @@ from ...sequences import SequenceKind
 from . import budget, roles, storage
 from .barriers import NoTurn, Turn, any_above
 from .clear import SPARE_WARPS, clear_gaps
-from .extents import Extent, loadable, rows_view, sequence_arrays
+from .extents import Extent, last_block, loadable, rows_view, sequence_arrays
 from .fragments import LANES_PER_ROW, ROWS_PER_THREAD, accumulator, convert, rescale, scale_rows
 from .keyblocks import KeyBlocks, TileBlocks, Walk, consumers_part
 from .masking import FragmentMask, bounds_of
@@ -288,7 +288,10 @@ def produce(load: Loads, blocks: TileBlocks, tile: WorkTile, kv_head: Int32, q: 
 def load_queries(load: StagedLoad, tile: WorkTile, q: Extent, tiles: cutlass.Constexpr[Tiles]):
     """A stage for each consumer's rows: who is done with the last tile's need not wait for the others."""
     for consumer in cutlass.range_constexpr(tiles.consumers):
-        load.load(tile.q_block * tiles.consumers + consumer, tile.head, q)
+        block = tile.q_block * tiles.consumers + consumer
+        if const_expr(load.layout.kind is not SequenceKind.DENSE):
+            block = cutlass.min(block, last_block(q.length, ROWS_PER_CONSUMER // tiles.heads))
+        load.load(block, tile.head, q)
 
 
 class Forward:
