@@ -41,7 +41,7 @@ def test_counts_fill_the_budget(cost_ms: float, count: int) -> None:
 
 
 def test_the_cpu_is_timed_by_the_wall() -> None:
-    clock = clock_for(lambda: None, None, torch.device("cpu"), cold=True)
+    clock = clock_for(lambda: None, None, torch.device("cpu"), cold=True, graph=True)
     assert clock.timing is Timing.WALL
     assert clock.burst_ms(10) >= 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -255,6 +256,7 @@ def test_check_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_env_is_for_bug_reports() -> None:
     data = json.loads(run("env", "--json").stdout)
     assert data["packages"]["torch"]
+    assert re.fullmatch("[0-9a-f]{16}", data["kernel_sources"])
     assert data["backends"][0] == "hopper"
     assert str(Path.home()) not in run("env").stdout or str(Path.home()) == "/"
 

@@ -20,8 +20,8 @@ Call = Callable[[], Any]
 LEAST_COUNT, MOST_COUNT = 1, 4096
 L2_TIMES = 2
 """A buffer this many times as large as the L2 replaces all that it holds."""
-GRAPHED_BELOW_MS = 0.25
-"""Calls that take less are replayed from a graph: a launch of 20 µs would show."""
+GRAPHED_BELOW_MS = 0.5
+"""Workloads that could take less are replayed from a graph, whoever runs them: a launch of 20 … 90 µs would show."""
 
 
 class Timing(enum.Enum):
@@ -125,18 +125,18 @@ def fits_l2(touched_bytes: float, device: torch.device) -> bool:
     return touched_bytes < L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size
 
 
-def clock_for(call: Call, wait: Callable[[], object] | None, device: torch.device, cold: bool, may_graph: bool = True) -> Clock:
+def clock_for(call: Call, wait: Callable[[], object] | None, device: torch.device, cold: bool, graph: bool) -> Clock:
     """The clock that suits a call, which has run before.
 
     Args:
         wait: as WallClock's, for what does not run on torch's current stream.
         cold: overwrite the L2 between calls.
-        may_graph: whether the call can be captured; where capture fails all the same, it is launched.
+        graph: replay it from a CUDA graph; where it cannot be captured, it is launched, and the clock says so.
     """
     if device.type != "cuda" or wait is not None:
         return WallClock(call, wait)
     launched = EventClock(call)
-    if may_graph and launched.burst_ms(3) < GRAPHED_BELOW_MS:
+    if graph:
         try:
             call = graphed(call)
             launched = EventClock(call, Timing.GRAPH)

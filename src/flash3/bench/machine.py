@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__
+from .. import __version__, dispatch
 from ..dispatch import BACKENDS
 from ..settings import VARIABLES
 
@@ -119,10 +120,21 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     return found
 
 
+def kernel_sources() -> str:
+    """A short hash of all that the kernels are made of, to tell the code of two reports apart."""
+    root = Path(dispatch.__file__).parent
+    files = [*sorted((root / "backends").rglob("*.py")), *(root / f"{name}.py" for name in ("mask", "problem", "sequences"))]
+    text = hashlib.sha256()
+    for file in files:
+        text.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return text.hexdigest()[:16]
+
+
 def describe(device: torch.device) -> dict[str, Any]:
     """Everything that a reader of the numbers may ask."""
     about: dict[str, Any] = {
         "flash3": __version__,
+        "kernel_sources": kernel_sources(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "packages": versions(),

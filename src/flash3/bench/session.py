@@ -14,7 +14,7 @@ from torch import Tensor
 from ..problem import DType, Task
 from . import accuracy, machine, roofline
 from .case import Case, make
-from .clock import Clock, clock_for, fits_l2
+from .clock import GRAPHED_BELOW_MS, Clock, clock_for, fits_l2
 from .protocol import Interleaved, Solo
 from .providers import Prepared, Provider, Unsupported, is_ours
 from .results import Report, Row, Subject, rates_data
@@ -102,7 +102,7 @@ def _measure(plan: Plan, workload: Workload, task: Task, report: Report) -> None
     with _row_errors(rows.values()):
         case = make(workload, task, plan.device, plan.seed)
         cold = plan.l2 == COLD or (plan.l2 == AUTO and plan.device.type == "cuda" and fits_l2(num_bytes, plan.device))
-        clocks = dict(_ready(plan, case, rows, cold))
+        clocks = dict(_ready(plan, case, rows, cold, graph=floor.seconds * 1e3 < GRAPHED_BELOW_MS))
         if plan.interleaved is not None:
             for times in plan.interleaved.run(clocks):
                 for name, ms in times.items():
@@ -114,7 +114,7 @@ def _measure(plan: Plan, workload: Workload, task: Task, report: Report) -> None
     _tidy(plan.device)
 
 
-def _ready(plan: Plan, case: Case, rows: dict[str, Row], cold: bool) -> Iterator[tuple[str, Clock]]:
+def _ready(plan: Plan, case: Case, rows: dict[str, Row], cold: bool, graph: bool) -> Iterator[tuple[str, Clock]]:
     """Providers that run at all, as clocks; the rows of the others say why they do not."""
     truth = accuracy.Truth(case)
     for provider in plan.providers:
@@ -125,7 +125,7 @@ def _ready(plan: Plan, case: Case, rows: dict[str, Row], cold: bool) -> Iterator
             row.note = prepared.note
             if plan.check:
                 _check(truth, outputs, row)
-            clock = clock_for(prepared.call, prepared.wait, plan.device, cold, prepared.may_graph)
+            clock = clock_for(prepared.call, prepared.wait, plan.device, cold, graph and prepared.may_graph)
             row.timing = clock.timing.value
             yield provider.name, clock
 

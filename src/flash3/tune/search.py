@@ -121,7 +121,7 @@ class Tuner:
 
     def clock(self, runs: Runs, tiles: Any) -> Clock:
         """What times a candidate."""
-        return clock_for(runs.call(tiles), None, self.device, cold=False)
+        return clock_for(runs.call(tiles), None, self.device, cold=False, graph=True)
 
     def _key(self, outcome: Outcome, *rest: str) -> tuple[str, ...]:
         return (outcome.workload.name, outcome.task.value, outcome.backend, *rest)
