@@ -6,7 +6,7 @@ from ...mask import Mask
 from ...problem import Sizes, Spec
 from . import backward_budget
 from .backward_tiles import BackwardSpec
-from .launch import LOG2_E
+from .launch import LOG2_E, mask_numbers
 from .tiles import SequenceLayout
 
 
@@ -31,19 +31,7 @@ def backward_spec(spec: Spec, q_layout: SequenceLayout, k_layout: SequenceLayout
 
 def numbers(sizes: Sizes, mask: Mask, multiprocessors: int) -> tuple[float | int, ...]:
     """backward_operands.BackwardNumbers, as plain Python numbers."""
-    bounds = mask.bounds(0, 0)
     scale_log2, tanh_scale = sizes.scale * LOG2_E, 0.0
     if sizes.softcap:
         scale_log2, tanh_scale = sizes.softcap * LOG2_E, 2 * LOG2_E * sizes.scale / sizes.softcap
-    return (
-        sizes.scale,
-        scale_log2,
-        tanh_scale,
-        bounds.left,
-        bounds.right,
-        bounds.chunk,
-        bounds.q_offset,
-        bounds.k_offset,
-        int(mask.q_offset is None),
-        multiprocessors,
-    )
+    return sizes.scale, scale_log2, tanh_scale, *mask_numbers(mask), multiprocessors

@@ -38,9 +38,14 @@ def forward_spec(spec: Spec, scale: float, q_layout: SequenceLayout, k_layout: S
     )
 
 
+def mask_numbers(mask: Mask) -> tuple[int, ...]:
+    """operands.MaskNumbers, as plain Python numbers."""
+    bounds = mask.bounds(0, 0)
+    return bounds.left, bounds.right, bounds.chunk, bounds.q_offset, bounds.k_offset, int(mask.q_offset is None)
+
+
 def numbers(spec: ForwardSpec, tiles: Tiles, sizes: Sizes, mask: Mask, multiprocessors: int) -> tuple[float | int, ...]:
     """operands.Numbers, as plain Python numbers."""
-    bounds = mask.bounds(0, 0)
     if spec.softcap:
         scale_log2, tanh_scale = sizes.softcap * LOG2_E, 2 * LOG2_E * sizes.scale / sizes.softcap
     else:
@@ -48,12 +53,7 @@ def numbers(spec: ForwardSpec, tiles: Tiles, sizes: Sizes, mask: Mask, multiproc
     return (
         scale_log2,
         tanh_scale,
-        bounds.left,
-        bounds.right,
-        bounds.chunk,
-        bounds.q_offset,
-        bounds.k_offset,
-        int(mask.q_offset is None),
+        *mask_numbers(mask),
         max(1, heuristics.head_group(spec, sizes.k_len, sizes.batch * sizes.heads_q) // tiles.heads),
         multiprocessors,
         heuristics.first_level(tiles, sizes, multiprocessors),
