@@ -83,7 +83,7 @@ class HopperBackend:
             raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
         notes = (f"tiles {origin}",)
         if isinstance(base, BackwardSpec):
-            backward = backward_plan.Backward(problem, chosen, self._kernels, _layout, _arrays, _tma_ready)
+            backward = backward_plan.Backward(problem, chosen, self._kernels, layout_of, _arrays, _tma_ready)
             return Plan(backend=self.name, problem=problem, run=backward, tiles=chosen, notes=notes)
         forward = Forward(problem, chosen, self._kernels)
         return Plan(backend=self.name, problem=problem, run=forward, prepare=forward.prepare, tiles=chosen, notes=notes)
@@ -216,7 +216,7 @@ class Forward:
         return self._launch(request)
 
     def _launch(self, request: Request) -> Launch:
-        layouts = _layout(request.q_sequences), _layout(request.k_sequences)
+        layouts = layout_of(request.q_sequences), layout_of(request.k_sequences)
         if layouts not in self.launches:
             self.launches[layouts] = self._make_launch(*layouts)
         return self.launches[layouts]
@@ -280,7 +280,8 @@ def with_empty_keys(request: Request, batch: int) -> Request:
     return replace(request, k=k, v=v, k_sequences=Padded(lengths=lengths))
 
 
-def _layout(sequences: Sequences) -> SequenceLayout:
+def layout_of(sequences: Sequences) -> SequenceLayout:
+    """What the kernel must know of how sequences lie."""
     match sequences:
         case Dense():
             return DENSE
