@@ -95,9 +95,17 @@ def read(path: Path) -> Table:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']!r}, known: {FORMAT}")
-        return Table(data["device"], tuple(Entry(**entry) for entry in data["entries"]))
+        return Table(data["device"], tuple(_checked(Entry(**entry)) for entry in data["entries"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no table of tuned tiles ({error})") from None
+
+
+def _checked(entry: Entry) -> Entry:
+    wrong = [name for name in ("q_len", "reach") if type(getattr(entry, name)) is not int]
+    wrong += [name for name in ("spec", "tiles", "evidence") if not isinstance(getattr(entry, name), dict)]
+    if wrong or not isinstance(entry.backend, str):
+        raise ValueError(f"an entry with a wrong {(wrong or ['backend'])[0]}: {entry}")
+    return entry
 
 
 def write(path: Path, table: Table) -> None:

@@ -322,3 +322,14 @@ def test_tune_writes_a_table_that_calls_take(tmp_path: Path) -> None:
     assert tuned.encode(tiles) == found["winner"]
     tuned.write(table, tuned.Table("another device"))
     assert "is of another device" in " ".join(run("tune", "smoke/window", *quick, code=2).stderr.split())
+
+
+@pytest.mark.parametrize("where", ["folder.json", "file/x.json"])
+def test_outputs_that_cannot_be_written_are_refused_before_measuring(where: str, tmp_path: Path) -> None:
+    from flash3.bench.command import checked_outputs
+
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=f"--output .*{where}"):
+        checked_outputs([tmp_path / where], (".json",))
+    assert checked_outputs([tmp_path / "new" / "x.json"], (".json",))

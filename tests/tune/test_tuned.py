@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -206,3 +207,12 @@ def test_a_killed_writer_leaves_a_whole_table(tmp_path: Path) -> None:
     writer.join()
     assert seen == 30
     assert tuned.read(path).device == "cpu"
+
+
+@pytest.mark.parametrize("wrong", [{"q_len": "a"}, {"reach": None}, {"spec": []}, {"tiles": 3}, {"backend": 1}], ids=str)
+def test_an_entry_of_wrong_types_is_no_entry(wrong: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    entry = {"backend": "cpu", "spec": {}, "q_len": 1, "reach": 1, "tiles": {}, "evidence": {}} | wrong
+    path.write_text(json.dumps({"format": tuned.FORMAT, "device": "cpu", "entries": [entry]}))
+    with pytest.raises(ValueError, match=f"no table of tuned tiles .*{next(iter(wrong))}"):
+        tuned.read(path)

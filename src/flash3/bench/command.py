@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 WRONG, COULD_NOT_RUN, INTERRUPTED = 1, 2, 130  # exit codes; 0: all is well
 KINDS = (".json", ".csv", ".png", ".svg", ".html")
 PAINTED = (".png", ".svg", ".html")
+WIDE = 160
+"""Columns of a table that goes into a pipe or a file."""
 
 EXAMPLES = """\b
 Examples:
@@ -57,7 +61,6 @@ def bench(
     Exits with 0; with 1 when a result of flash3 is wrong or fails; with 2 when nothing can run; with 130 after Ctrl-C, which keeps what
     was measured.
     """
-    from rich.console import Console
 
     quiet_threads()
     from . import catalogue as named
@@ -66,7 +69,7 @@ def bench(
     from .session import AUTO, COLD, WARM, Plan
 
     if show_names:
-        list_names(Console())
+        list_names(tables_console())
         return
     with usage_errors():
         if l2 not in (COLD, WARM, AUTO):
@@ -93,7 +96,7 @@ def bench(
     else:
         from . import tables
 
-        tables.show(report, Console())
+        tables.show(report, tables_console())
     raise typer.Exit(exit_code(report))
 
 
@@ -241,7 +244,7 @@ def tasks_named(words: list[str]) -> list[Any]:
 
 
 def checked_outputs(files: list[Path], kinds: tuple[str, ...]) -> list[Path]:
-    """Files whose suffix is known.
+    """Files whose suffix is known, and which can be written: better said before an hour of measuring than after it.
 
     Raises:
         ValueError: one is not, or what paints it is not installed.
@@ -253,4 +256,19 @@ def checked_outputs(files: list[Path], kinds: tuple[str, ...]) -> list[Path]:
             raise ValueError(f"--output must end in {', '.join(kinds)}, got {str(path)!r}")
         if path.suffix in PAINTED and importlib.util.find_spec("matplotlib") is None:
             raise ValueError(f"--output {path} needs the package matplotlib. Run: pip install 'flash3[bench]'")
+        if path.is_dir():
+            raise ValueError(f"--output {path} is a folder")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise ValueError(f"--output {path} cannot be written: {error.strerror}") from None
     return files
+
+
+def tables_console() -> Any:
+    """Standard output; in a pipe or a file as wide as the tables need."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=WIDE)

@@ -17,6 +17,7 @@ from .command import (
     device_here,
     progress,
     quiet_threads,
+    tables_console,
     tasks_named,
     usage_errors,
     with_dtype,
@@ -56,7 +57,6 @@ def explain(
 
     Exits with 0; with 1 when no backend serves one of the workloads; with 2 when the question is wrong.
     """
-    from rich.console import Console
 
     quiet_threads()
     from . import catalogue as named
@@ -76,7 +76,7 @@ def explain(
         typer.echo(json.dumps([story_of.as_data(story) for story in stories]))
     else:
         for story in stories:
-            story_of.show(story, Console())
+            story_of.show(story, tables_console())
             typer.echo("")
     raise typer.Exit(0 if all(story.explanation.backend for story in stories) else WRONG)
 
@@ -132,7 +132,7 @@ def check(
     if as_json:
         typer.echo(json.dumps([finding_data(f) for f in found]))
     else:
-        show_findings(found, Console())
+        show_findings(found, tables_console())
     ran = [f for f in found if not f.refusal]
     raise typer.Exit(COULD_NOT_RUN if not ran else 0 if all(f.ok for f in ran) else WRONG)
 

@@ -158,7 +158,7 @@ def _row_errors(rows: Iterable[Row]) -> Iterator[None]:
     """Whatever goes wrong becomes the rows' error."""
     try:
         yield
-    except Unsupported as reason:
+    except (Unsupported, NotImplementedError) as reason:
         _fail(rows, f"not supported: {reason}")
     except Exception as error:
         _fail(rows, f"failed: {type(error).__name__}: {error}")

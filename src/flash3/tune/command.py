@@ -19,6 +19,7 @@ from ..bench.command import (
     device_here,
     progress,
     quiet_threads,
+    tables_console,
     tasks_named,
     usage_errors,
     with_dtype,
@@ -94,12 +95,14 @@ def tune(
     with usage_errors(), progress(Console(stderr=True, quiet=as_json), len(chosen) * len(tasks)) as (say, step):
         tuner = Tuner(where, journal, limit=limit, jobs=jobs, rounds=rounds, budget_ms=ms, say=say)
         outcomes, refused, stopped = search_all(tuner, [(w, t) for w in chosen for t in tasks], backend, (path, start), step)
-    for file in files:
-        save(outcomes, file)
+    data = as_data(outcomes, refused, path, stopped)
     if as_json:
-        typer.echo(json.dumps(as_data(outcomes, refused, path, stopped)))
+        typer.echo(json.dumps(data))
     else:
-        show(outcomes, refused, Console())
+        show(outcomes, refused, tables_console())
+    with usage_errors():
+        for file in files:
+            save(outcomes, data, file)
     if not stopped and outcomes:
         journal.forget()
     raise typer.Exit(exit_code(outcomes, stopped))
@@ -156,12 +159,12 @@ def search_all(
     return outcomes, refused, False
 
 
-def save(outcomes: list[Outcome], path: Path) -> None:
+def save(outcomes: list[Outcome], data: dict[str, Any], path: Path) -> None:
     from ..bench import pictures, results
     from .picture import draw
 
     if path.suffix == ".json":
-        results.save(path, json.dumps(as_data(outcomes, {}, path, stopped=False), indent=1) + "\n")
+        results.save(path, json.dumps(data, indent=1) + "\n")
     else:
         pictures.save(draw(outcomes), path)
 
@@ -276,7 +279,7 @@ def compile_(
         data = {"device": str(target), "built": [d.order.label for d in built], "failed": {d.order.label: d.error for d in failed}}
         typer.echo(json.dumps(data | {"found": len(done) - len(built) - len(failed), "refused": refused}))
     else:
-        console = Console()
+        console = tables_console()
         console.print(f"{len(built)} kernels compiled for {target}, {len(done) - len(built) - len(failed)} found, {len(failed)} failed")
         for text in (*(f"{d.order.label}: {d.error}" for d in failed), *(f"{name}: {why}" for name, why in refused.items())):
             console.print(text, style="yellow", markup=False)
