@@ -285,3 +285,13 @@ def test_compiling_in_other_processes_tells_what_fails(tmp_path: Path) -> None:
     assert [(r.order.label, r.built) for r in results] == [("cpu", False), ("bad", False)]
     assert results[0].error == ""
     assert results[1].error
+
+
+def test_triton_kernels_are_not_compiled_ahead() -> None:
+    """Its first launch does it: an order would only seem to be done."""
+    from flash3.bench.catalogue import select
+    from flash3.tune.command import orders_of
+
+    orders, refused = orders_of(select(["paper/d64-full-512"]), [Task.FORWARD], model_named("a100").device, None)
+    assert orders == []
+    assert "first launched" in refused["paper/d64-full-512 forward"]

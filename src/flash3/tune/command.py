@@ -320,6 +320,9 @@ def orders_of(
             refused[f"{workload.name} {task.value}"] = str(reason)
             continue
         chosen = backend_named(plan.backend)
+        if not getattr(chosen, "compiles_ahead", True):
+            refused[f"{workload.name} {task.value}"] = f"{plan.backend} compiles when a kernel is first launched: nothing is done ahead"
+            continue
         others = list(chosen.tuning_space(problem))[:space] if space and isinstance(chosen, Tunable) else []
         for tiles in (plan.tiles, *others):
             order = Order(workload.name, plan.backend, problem, tiles)

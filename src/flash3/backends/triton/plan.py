@@ -34,6 +34,7 @@ class TritonBackend:
     """Portable kernels: NVIDIA GPUs from Ampere on."""
 
     name = "triton"
+    compiles_ahead = False  # Triton compiles when a kernel is first launched, and keeps its own cache
 
     def support(self, problem: Problem) -> Support | Refusal:
         """Forward and backward in fp16, bf16 and fp32, every mask and layout."""
@@ -85,7 +86,7 @@ class TritonBackend:
         return Footprint(q_block=chosen.rows, kv_block=chosen.keys, smem_bytes=smem, threads=32 * chosen.warps)
 
     def is_compiled(self, problem: Problem, tiles: Tiles | None = None) -> bool:
-        """Triton compiles when a kernel is first launched, and keeps its own cache: nothing is compiled ahead."""
+        """Nothing is compiled ahead: see compiles_ahead."""
         return True
 
     def compile(self, problem: Problem, tiles: Tiles | None = None) -> bool:
