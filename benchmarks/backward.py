@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash3.backends.base import Gradients, Saved
 from flash3.backends.hopper.backward_tiles import BackwardSpec
-from flash3.bench.results import geometric_mean
 from flash3.mask import Mask, MaskKind
 from flash3.problem import Request, Task
 
@@ -28,7 +27,7 @@ from .backward_configurations import BACKWARD
 from .calls import prepare_backward
 from .gpu_check import GOOD
 from .objects import unpacked
-from .timing import GRAPHED_UP_TO, HIDDEN, OURS, TOKENS, Run, flops, inputs, interleaved, ready
+from .timing import GRAPHED_UP_TO, HIDDEN, OURS, TOKENS, Run, flops, inputs, interleaved, ready, report
 
 Peer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], Run]
 
@@ -125,19 +124,6 @@ def kernels_us(run: Run) -> dict[str, float]:
         name = next((n for n in ("PrepareKernel", "BackwardKernel", "FinishKernel") if n in event.key), event.key[:30])
         found[name] = found.get(name, 0.0) + round(event.device_time_total / 3, 1)
     return found
-
-
-def report(rows: list[dict[str, Any]], peers: list[str]) -> None:
-    for row in rows:
-        rates = "  ".join(f"{n} {t:.0f}" for n, t in row["tflops"].items())
-        mark = "<" if row.get("ratio", 1.0) < 0.99 else " "
-        head = f"d{row['d']:<3d} {'causal' if row['causal'] else 'full  '} {row['s']:5d}"
-        print(f"{head} {row.get('ratio', 0):.3f}{mark} of {row.get('best_peer', '-'):5s}  {rates}")
-    for name, key in (("the best peer per cell", "ratio"), *((n, f"ratio_{n}") for n in peers)):
-        ratios = [row[key] for row in rows if key in row]
-        if ratios:
-            low = sum(ratio < 0.99 for ratio in ratios)
-            print(f"of {name}: geometric mean {geometric_mean(ratios):.3f}, smallest {min(ratios):.3f}, cells under 0.99: {low}")
 
 
 def main() -> None:
