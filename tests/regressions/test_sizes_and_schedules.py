@@ -112,6 +112,29 @@ def test_millions_of_keys(device, k_len):
     assert (window[..., 0] == 1).all()  # its own key alone, at the far end
 
 
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    """Tensors of 2³¹ elements and more: addresses have 64 bits, forward and backward. A window keeps the work small; the last rows and the
+    first are held against calls of their own."""
+    rows, part, window = (1 << 22) + 64, 1000, 200
+    q, k, v = (torch.randn(1, rows, 8, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
+    assert q.numel() > 1 << 31
+    mask = Mask(causal=True, left=window)
+    out = flash3.attention(q, k, v, mask=mask)
+    d_out = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), d_out)
+
+    last = [q[:, -part:], *(t[:, -part - window :] for t in (k, v))]
+    own = [t.detach().clone().requires_grad_() for t in last]
+    own_out = flash3.attention(*own, mask=mask)
+    own_grads = torch.autograd.grad(own_out, own, d_out[:, -part:])
+    torch.testing.assert_close(out[:, -part:], own_out, rtol=2e-2, atol=1e-2)
+    for whole, alone in zip(grads, own_grads, strict=True):
+        torch.testing.assert_close(whole[:, -part:], alone[:, -part:], rtol=2e-2, atol=2e-2)
+    first = flash3.attention(*(t[:, :part].detach() for t in (q, k, v)), mask=mask)
+    torch.testing.assert_close(out[:, :part], first, rtol=2e-2, atol=1e-2)
+
+
 def test_batches_beyond_65535(device):
     """Row 29, flashinfer#3125: batch 65536 and more, dense, packed and as a cache: no grid dimension overflows."""
     batch = 65536 + 3
