@@ -58,6 +58,26 @@ def test_another_stream():
         assert torch.equal(out, wanted)
 
 
+@pytest.mark.gpu
+def test_another_gpu():
+    """A call on tensors of a GPU that is not the current one, and one on the current one, from the same process."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    for dim in (64, 128):
+        q = random(2, 300, 4, dim)
+        results = []
+        for index in (0, 1, 0):
+            there = q.to(f"cuda:{index}").requires_grad_()
+            out = flash3.attention(there, there, there, mask=Mask(causal=True))
+            (grad,) = torch.autograd.grad(out.float().square().sum(), there)
+            assert out.device == grad.device == there.device
+            results.append((out.cpu(), grad.cpu()))
+        assert torch.cuda.current_device() == 0
+        for out, grad in results[1:]:
+            assert torch.equal(out, results[0][0])
+            torch.testing.assert_close(grad, results[0][1], rtol=2e-2, atol=2e-2)
+
+
 def test_integer_lengths_with_a_page_table(device):
     """Row 28, FA PR#1795: cache_seqlens as an int beside a page table."""
     q, k, v = random(2, 3, 4, 64, device=device), random(8, 16, 2, 64, device=device, seed=1), random(8, 16, 2, 64, device=device, seed=2)
