@@ -162,26 +162,20 @@ class GradientStore:
 
 @dataclass
 class TileKeys:
-    """Consumer end of K and V, a stage for each tile; given back later than waited for."""
+    """Consumer end of K and V, a stage for each tile."""
 
-    waiting_k: object
-    waiting_v: object
-    releasing_k: object
-    releasing_v: object
-
-    @staticmethod
-    def create(k_pipe, v_pipe):
-        return TileKeys(k_pipe, v_pipe, k_pipe.clone(), v_pipe.clone())
+    k: object
+    v: object
 
     @cute.jit
     def wait(self):
-        stage = self.waiting_k.wait_and_advance().index
-        self.waiting_v.wait_and_advance()
-        return stage
+        self.v.wait()
+        return self.k.wait().index
 
     @cute.jit
     def release(self):
-        self.releasing_k.release()
-        self.releasing_k.advance()
-        self.releasing_v.release()
-        self.releasing_v.advance()
+        """And on to the next tile's."""
+        self.k.release()
+        self.k.advance()
+        self.v.release()
+        self.v.advance()

@@ -147,7 +147,7 @@ def _faults(spec: ForwardSpec | BackwardSpec, tiles: Any) -> list[str]:
 
 def _heuristic(problem: Problem, spec: ForwardSpec | BackwardSpec) -> Any:
     if isinstance(spec, BackwardSpec):
-        return backward_budget.choose(spec)
+        return backward_budget.choose(spec, problem.sizes.q_len)
     return heuristics.choose(spec, problem.sizes.k_len, problem.sizes.q_len)
 
 
