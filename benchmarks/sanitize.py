@@ -3,10 +3,10 @@
 memcheck and racecheck, every configuration on two small requests, several processes side by side. What the kernels compute is checked by
 benchmarks.gpu_check.
 
-racecheck follows an mbarrier only through the lanes that arrive at it. A stage is given back by one lane of each warp, after a barrier of the
-consumer; racecheck then takes what the other lanes have read of a bulk load (the L and D of the backward) for a race with the load of the
-next round, also where __syncwarp stands in between, but not where all 32 lanes arrive (benchmarks/racecheck_ring.cu shows it). Reports whose
-write is a bulk load are therefore counted and not held against a kernel.
+racecheck follows an mbarrier only through the lanes that arrive at it. A stage is given back by one lane of each warp, after a barrier of
+the consumer; racecheck then takes what the other lanes have read of a bulk load (the L and D of the backward) for a race with the load of
+the next round, also where __syncwarp stands in between, but not where all 32 lanes arrive (benchmarks/racecheck_ring.cu shows it). Reports
+whose write is a bulk load are therefore counted and not held against a kernel.
 """
 
 from __future__ import annotations
