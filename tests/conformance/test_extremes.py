@@ -69,8 +69,8 @@ def test_one_score_far_below_the_rest(backend):
 
 
 def test_one_score_far_above_the_rest(backend):
-    """One key at +5e4, the others around 0, in the last block and in the first: the output is its value. With 16-bit weights to one rounding:
-    c·score − c·maximum in one fused step leaves what the rounding of c·maximum took, so the weight is 1 to within that type's precision."""
+    """One key at +5e4, the others around 0, in the last block and in the first: the output is its value. With 16-bit weights to one
+    rounding: c·score − c·maximum, fused, leaves what the rounding of c·maximum took, so the weight is 1 to that type's precision."""
     for where in (0, 149, 299):
         scores = torch.randn(2, 300, generator=torch.Generator().manual_seed(3))
         scores[:, where] = 500.0
