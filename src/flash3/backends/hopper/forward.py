@@ -17,7 +17,7 @@ work        work tile  2              producer    each consumer                 
 O leaves through a buffer of its own; its way out lies under the next tile.
 
 barriers    0 the block, once · 1+i it is consumer i's turn (ping-pong) · 8+i consumer i's threads, around its rows of O
-            12+i consumer i's threads, whether a block goes on trust (softmax.py)
+            12+i consumer i's threads, whether a block stands on trust, whether scores grow (softmax.py)
 
 timeline    producer   Q K₀ V₀ K₁ V₁ …                       as far ahead as the rings allow, into the next tile
             consumer   QK₀ │ softmax₀ │ QK₁ PV₀ │ softmax₁ under PV₀ │ … │ PV_last │ O/l → shared memory → TMA
@@ -26,11 +26,12 @@ timeline    producer   Q K₀ V₀ K₁ V₁ …                       as far ah
 limits      16-bit inputs; rows of 16 bytes; head dims to 256; fewer than 2³¹ work tiles
 """
 
+import enum
 from dataclasses import dataclass, fields, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
@@ -46,9 +47,17 @@ from .operands import Arrays, MaskNumbers, Numbers, Operands, Sizes
 from .pipes import StagedLoad, StagedRead, own_stage, tma_pipe, work_pipe
 from .queries import make_queries
 from .schedule import Dispatcher, Follower, Position, WorkTile, is_ragged
-from .softmax import LOG2_E, TOLERANCE_LOG2, TRUSTED_SUM, OnlineSoftmax, ScoreMap
+from .softmax import GROWN, LOG2_E, OnlineSoftmax, ScoreMap, trusted_sum
 from .store import OutputStore
 from .tiles import ROWS_PER_CONSUMER, FirstBlock, ForwardSpec, Overlap, QuerySource, Tiles, Turns
+
+
+class Way(enum.Enum):
+    """How a block of keys becomes weights: with the maximum that there is, by its own, or by its own under a mask."""
+
+    TRUST = "trust"
+    MAXIMUM = "maximum"
+    MASKED = "masked"
 
 
 @dataclass
@@ -68,6 +77,7 @@ class Consumer:
     pv: cute.TiledMma
     left_keys: object  # operand and matmul of a block's left half, None unless FirstBlock.HALF
     left_qk: object
+    growing: Boolean  # the block before has outgrown its maximum: the same in the four warps
     tiles: cutlass.Constexpr[Tiles]
 
     @cute.jit
@@ -89,14 +99,15 @@ class Consumer:
         return accumulator(S, part * keys, keys)
 
     @cute.jit
-    def weigh_masked(self, S: cute.Tensor, k, block: Int32, beside: cutlass.Constexpr[int]):
+    def weigh_by_maximum(self, S: cute.Tensor, k, block: Int32, way: cutlass.Constexpr[Way], beside: cutlass.Constexpr[int]):
         """S becomes P by its maximum; returns what O is to be multiplied by. `beside`: groups of matmuls that go on meanwhile."""
         wait_matmuls(beside)
         k.release()
         scores = accumulator(S, 0, self.tiles.kv)
         self.scores.apply(scores)
-        self.mask.apply(scores, block * self.tiles.kv)
-        return self.softmax.update(scores, TOLERANCE_LOG2, self.tiles.hold)
+        if const_expr(way is Way.MASKED):
+            self.mask.apply(scores, block * self.tiles.kv)
+        return self.softmax.update(scores, self.tiles.hold)
 
     @cute.jit
     def weigh(self, S: cute.Tensor, beside: cutlass.Constexpr[int]):
@@ -113,16 +124,24 @@ class Consumer:
     @cute.jit
     def settle(self, S: cute.Tensor, k, sums: cute.Tensor):
         """Where some row's sum tells that scores have outgrown its maximum, the block is taken again. Nothing is in flight."""
-        if any_above(self.turn.me, sums[0] + sums[1], TRUSTED_SUM):
+        self.growing = any_above(self.turn.me, sums[0] + sums[1], trusted_sum(self.tiles))
+        if self.growing:
             for part in cutlass.range_constexpr(self.tiles.parts):
                 self.issue_part(S, part, k)
             wait_matmuls(0)
             scores = accumulator(S, 0, self.tiles.kv)
             self.scores.apply(scores)
-            scale_rows(self.O, self.softmax.update(scores, 0.0, 0))
+            scale_rows(self.O, self.softmax.update(scores, 0))
         else:
             self.softmax.accept(sums)
         k.release()
+
+    @cute.jit
+    def shrink(self, alpha: cute.Tensor, way: cutlass.Constexpr[Way]):
+        """O after a block that went by its maximum."""
+        rescale(self.O, alpha)
+        if const_expr(way is Way.MAXIMUM):
+            self.growing = any_above(self.turn.me, -cute.arch.fmin(alpha[0], alpha[1]), -GROWN)
 
     @cute.jit
     def issue_output(self):
@@ -159,22 +178,23 @@ class Consumer:
         self.scores.apply(scores)
         self.mask.apply(scores, block * self.tiles.kv)
         self.softmax.start(scores)
+        self.growing = Boolean(False)
         convert(S, self.P)
 
     @cute.jit
-    def next_block(self, block: Int32, masked: cutlass.Constexpr[bool]):
+    def next_block(self, block: Int32, way: cutlass.Constexpr[Way]):
         self.turn.take()
         S, k = self.issue_scores()  # S = Q·K_jᵀ, in the background
         v = self.issue_output()  # O += P_{j−1}·V_{j−1}, queued behind it
         self.turn.pass_on()
-        if const_expr(masked):
-            alpha = self.weigh_masked(S, k, block, beside=1)  # under P·V
-            self.output_done(v)
-            rescale(self.O, alpha)
-        else:
-            sums = self.weigh(S, beside=1)
+        if const_expr(way is Way.TRUST):
+            sums = self.weigh(S, beside=1)  # under P·V
             self.output_done(v)
             self.settle(S, k, sums)
+        else:
+            alpha = self.weigh_by_maximum(S, k, block, way, beside=1)
+            self.output_done(v)
+            self.shrink(alpha, way)
         convert(S, self.P)
 
     @cute.jit
@@ -213,14 +233,14 @@ class InOrderConsumer(Consumer):
         self.output_done(self.issue_output())
 
     @cute.jit
-    def next_block(self, block: Int32, masked: cutlass.Constexpr[bool]):
+    def next_block(self, block: Int32, way: cutlass.Constexpr[Way]):
         S, k = self.issue_scores()
         self.turn.pass_on()
-        if const_expr(masked):
-            rescale(self.O, self.weigh_masked(S, k, block, beside=0))
-        else:
+        if const_expr(way is Way.TRUST):
             sums = self.weigh(S, beside=0)
             self.settle(S, k, sums)
+        else:
+            self.shrink(self.weigh_by_maximum(S, k, block, way, beside=0), way)
         convert(S, self.P)
         self.add_output()
 
@@ -244,13 +264,16 @@ def attend(c: Consumer, blocks: KeyBlocks, parts: cutlass.Constexpr[bool]):
         c.first_block(blocks.first)
     block = blocks.first - 1
     for i in cutlass.range(blocks.right_edge, unroll=1):
-        c.next_block(block - i, masked=True)
+        c.next_block(block - i, Way.MASKED)
     block = block - blocks.right_edge
     for i in cutlass.range(blocks.interior, unroll=1):
-        c.next_block(block - i, masked=False)
+        if c.growing:
+            c.next_block(block - i, Way.MAXIMUM)
+        else:
+            c.next_block(block - i, Way.TRUST)
     block = block - blocks.interior
     for i in cutlass.range(blocks.left_edge, unroll=1):
-        c.next_block(block - i, masked=True)
+        c.next_block(block - i, Way.MASKED)
     c.queries.last_scores_done()
     c.last_output()
     if const_expr(parts):
@@ -324,6 +347,7 @@ class Forward:
             mask,
             numbers.scale_log2,
             numbers.tanh_scale,
+            numbers.ln2_rest,
         )
         most_tiles = cute.ceil_div(sizes.q_len, tiles.queries) * sizes.heads * batch
         if const_expr(spec.q_layout.kind is SequenceKind.PACKED):  # q_len is that of all sequences together
@@ -402,7 +426,7 @@ class Forward:
                 c.queries.take()
                 blocks = as_int32(self.walk(ops, tile, extent.length, k_len).of_consumer(me))
                 c = attend(c, blocks, consumers_part(spec, tiles))
-                inverse, lse = c.softmax.finish(self.sink_log2(ops, tile, store), spec.sink)
+                inverse, lse = c.softmax.finish(ops.ln2_rest, self.sink_log2(ops, tile, store), spec.sink)
                 store.write_output(c.O, inverse, tile, extent)
                 if const_expr(spec.lse):
                     store.write_lse(lse, tile, extent)
@@ -499,6 +523,7 @@ class Forward:
             pv=pv,
             left_keys=left_keys,
             left_qk=left_qk,
+            growing=Boolean(False),
             tiles=tiles,
         )
         return c, OutputStore.create(ops, sO, thread, me, first_row, spec, tiles)

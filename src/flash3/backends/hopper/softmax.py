@@ -4,12 +4,11 @@
     at the end  O / l  and  L = ln2·(c·m + log2 l),      c = |scale|·log2 e
 
 Any m does that is near enough to the maximum: O / l is the same number. So most blocks are taken on trust: P = 2^(c·S − c·m) with the
-old m, without a look at the maximum. No P is larger than the sum of its row, which is wanted anyway: while sums stay below TRUSTED_SUM
-all is well. Else the block is taken again, from S = Q·Kᵀ on, and now m is raised to the maximum. That costs a block of work, and with
-every time m has grown by at least two powers of two. Blocks with a mask, of which a row may see nothing, go by their maximum at once.
+old m, without a look at the maximum. No P is larger than the sum of its row, which is wanted anyway: while sums stay below trusted_sum
+all is well. Else the block is taken again, from S = Q·Kᵀ on, and m is raised to the maximum. That costs as much as another block; so the
+next one goes by its maximum at once, and so on while they grow. So do blocks with a mask, of which a row may see nothing.
 """
 
-import math
 from dataclasses import dataclass
 
 import cutlass
@@ -17,13 +16,17 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from .fragments import LANES_PER_ROW, as_rows
+from .launch import LN2, LOG2_E
 from .tiles import ForwardSpec, ScaleSign, Tiles
 
-LOG2_E = math.log2(math.e)
-TRUSTED_SUM = 256.0
-"""What a thread's part of its two rows may sum up to in a block before m is raised. P then stays within 16-bit floats, and O in float32."""
-TOLERANCE_LOG2 = 8.0
-"""By how many powers of two a masked block's maximum may exceed m before O is rescaled."""
+GROWN = 1 / 16
+"""A block that shrinks what came before to less than this would not have stood on trust, or nearly so: nor may the next one."""
+
+
+def trusted_sum(tiles: Tiles) -> float:
+    """What a thread's part of its two rows may sum up to in a block before m is raised: as if every weight were the maximum's. So rows of
+    equal scores are trusted, and the lower this is, the fewer rows whose largest weight is rounded: relative to the true maximum it is 1."""
+    return tiles.kv / 2
 
 
 @dataclass
@@ -64,6 +67,11 @@ def total_of(terms):
     return total
 
 
+def fma(a, b, c):
+    """a·b + c, rounded once."""
+    return cute.arch.inline_ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])
+
+
 def hold_waits(x):
     """Keep ptxas from moving the next wait for a matmul above the computation of x: a store that never happens, since no sum has the bits
     −1 (a NaN that arithmetic makes is 0x7fffffff). A float comparison will not do: x may be inf, and ptxas knows that it is not negative.
@@ -90,7 +98,7 @@ class OnlineSoftmax:
         """The first block of a tile: S becomes P."""
         self.shift.fill(-Float32.inf)
         self.row_sum.fill(0.0)
-        self.update(S, tolerance_log2=0.0, hold=0)
+        self.update(S, hold=0)
 
     @cute.jit
     def trust(self, S: cute.Tensor, sums: cute.Tensor, hold: cutlass.Constexpr[int]):
@@ -108,14 +116,13 @@ class OnlineSoftmax:
             self.row_sum[r] = self.row_sum[r] + sums[r]
 
     @cute.jit
-    def update(self, S: cute.Tensor, tolerance_log2: cutlass.Constexpr[float], hold: cutlass.Constexpr[int]):
-        """A later block, by its maximum: S becomes P. Returns alpha, by which what came before shrinks; m is kept while that would be no
-        less than 2^−tolerance_log2."""
+    def update(self, S: cute.Tensor, hold: cutlass.Constexpr[int]):
+        """A block by its maximum: S becomes P. Returns alpha, by which what came before shrinks."""
         rows = as_rows(S)
         alpha = cute.make_rmem_tensor_like(self.shift)
         for r in cutlass.range_constexpr(cute.size(self.shift)):
             m = cute.arch.warp_reduction_max(row_max(rows, r), threads_in_group=LANES_PER_ROW) * self.scale_log2
-            m = m if m - self.shift[r] > Float32(tolerance_log2) else self.shift[r]
+            m = cute.arch.fmax(m, self.shift[r])
             shift = cutlass.select_(m == -Float32.inf, Float32(0.0), m)  # −inf − (−inf) would be NaN
             alpha[r] = cute.math.exp2(self.shift[r] - shift, fastmath=True)
             self.shift[r] = m
@@ -141,7 +148,7 @@ class OnlineSoftmax:
             sums[r] = sums[r] + rows_before[0]
 
     @cute.jit
-    def finish(self, sink_log2: tuple, has_sink: cutlass.Constexpr[bool]):
+    def finish(self, ln2_rest: Float32, sink_log2: tuple, has_sink: cutlass.Constexpr[bool]):
         """1/l for O, and L, per row. A row without keys: 0 and −inf, with a sink 0 and the sink."""
         inverse = cute.make_rmem_tensor_like(self.row_sum)
         lse = cute.make_rmem_tensor_like(self.row_sum)
@@ -158,5 +165,7 @@ class OnlineSoftmax:
                 top = larger
             empty = total == Float32(0.0)
             inverse[r] = Float32(0.0) if empty else numerator * cute.arch.rcp_approx(total)
-            lse[r] = -Float32.inf if empty else (top + cute.math.log2(total, fastmath=True)) * Float32(1 / LOG2_E)
+            # rounded once, at the end: of scores of 1e5 nothing is lost
+            beside = fma(top, ln2_rest, cute.math.log2(total, fastmath=True) * Float32(LN2))
+            lse[r] = -Float32.inf if empty else fma(top, Float32(LN2), beside)
         return inverse, lse
