@@ -266,12 +266,14 @@ def attend(c: Consumer, blocks: KeyBlocks, parts: cutlass.Constexpr[bool]):
     for i in cutlass.range(blocks.right_edge, unroll=1):
         c.next_block(block - i, Way.MASKED)
     block = block - blocks.right_edge
-    for i in cutlass.range(blocks.interior, unroll=1):
-        if c.growing:
-            c.next_block(block - i, Way.MAXIMUM)
-        else:
-            c.next_block(block - i, Way.TRUST)
-    block = block - blocks.interior
+    left = block - blocks.interior
+    while block > left:  # two loops: one with both ways would cost instructions in every step
+        while block > left and not c.growing:
+            c.next_block(block, Way.TRUST)
+            block = block - 1
+        while block > left and c.growing:
+            c.next_block(block, Way.MAXIMUM)
+            block = block - 1
     for i in cutlass.range(blocks.left_edge, unroll=1):
         c.next_block(block - i, Way.MASKED)
     c.queries.last_scores_done()
