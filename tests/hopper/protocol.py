@@ -29,12 +29,6 @@ NO_TILE = -1
 """The last word in the box."""
 
 
-class Way(enum.Enum):
-    """forward.Way."""
-
-    TRUST, MAXIMUM, MASKED = range(3)
-
-
 class Fault(enum.Enum):
     """What a mutated kernel does wrong."""
 
@@ -60,8 +54,7 @@ class Fault(enum.Enum):
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
     """walks[tile][consumer]: the blocks that it passes over on the right, visits, and passes over on the left; their sum is the tile's.
-    masked: how many blocks after a tile's first go by their maximum under a mask; of those after them every other one is taken again, and the
-    others go by their maximum."""
+    masked: how many blocks after a tile's first go by their maximum; those after them are taken again, every one."""
 
     walks: tuple[tuple[tuple[int, int, int], ...], ...]
     stages: int
@@ -178,11 +171,10 @@ class Consumer(Program):
         self.pass_over(passed_right)
         self.first_block(in_order)
         for i in range(seen - 1):
-            way = Way.MASKED if i < self.p.masked else (Way.TRUST, Way.MAXIMUM)[(i - self.p.masked) % 2]
             if in_order:
-                self.next_block_in_order(way)
+                self.next_block_in_order(i < self.p.masked)
             else:
-                self.next_block(way)
+                self.next_block(i < self.p.masked)
         self.release_queries()
         if in_order:
             self.pass_turn()
@@ -199,30 +191,28 @@ class Consumer(Program):
             self.take_turn()
             self.add_output()
 
-    def next_block(self, way: Way) -> None:
+    def next_block(self, masked: bool) -> None:
         self.take_turn()
         self.issue_scores()
         self.issue_output()
         self.pass_turn()
-        self.scores_done(1, keep=way is Way.TRUST)
+        self.scores_done(1, keep=not masked)
         self.output_done()
-        self.settle(way)
+        if not masked:
+            self.settle()
 
-    def next_block_in_order(self, way: Way) -> None:
+    def next_block_in_order(self, masked: bool) -> None:
         self.issue_scores()
         self.pass_turn()
-        self.scores_done(0, keep=way is Way.TRUST)
-        self.settle(way)
+        self.scores_done(0, keep=not masked)
+        if not masked:
+            self.settle()
         self.take_turn()
         self.add_output()
 
-    def settle(self, way: Way) -> None:
-        if way is Way.MASKED:
-            return
+    def settle(self) -> None:
         self.sync(self.shared.agree[self.me], self.p.warps, self.agreements)
         self.agreements += 1
-        if way is Way.MAXIMUM:
-            return
         self.groups.append((self.read(self.shared.k, self.block),))
         self.wait_groups(0)
         if self.p.fault not in (Fault.K_NOT_KEPT, Fault.K_RELEASED_EARLY):

@@ -20,7 +20,7 @@ class Facts:
     highest_producer_register: int  # between the two setmaxnreg
     counts: dict[str, int]
     loops: tuple[int, ...]  # instructions of each innermost loop with matmuls, in program order
-    hidden: tuple[list[int], ...]  # in each, for every wait for all matmuls: exponentials between the last of these and the wait
+    hidden: tuple[int, ...]  # exponentials in each before it waits for all matmuls
 
 
 def _tool(name: str) -> str:
@@ -46,7 +46,7 @@ def facts(cubin: Path) -> Facts:
     counts = {word: sum(word in line for line in instructions) for word in words}
     producer = text[text.index("USETMAXREG.DEALLOC") : text.index("USETMAXREG.TRY_ALLOC")]
     loops = inner_loops(instructions, labels)
-    lengths, hidden = tuple(map(len, loops)), tuple(map(before_waits, loops))
+    lengths, hidden = tuple(map(len, loops)), tuple(map(before_last_wait, loops))
     return Facts(int(registers), int(stack), _highest(text), _highest(producer), counts, lengths, hidden)
 
 
@@ -79,13 +79,6 @@ def inner_loops(instructions: list[str], labels: dict[str, int]) -> list[list[st
     return [instructions[begin : end + 1] for begin, end in inner]
 
 
-def before_waits(loop: list[str]) -> list[int]:
-    found, exponentials = [], 0
-    for line in loop:
-        if MATMUL in line:
-            exponentials = 0
-        elif EXPONENTIAL in line:
-            exponentials += 1
-        elif ALL_DONE in line:
-            found.append(exponentials)
-    return found
+def before_last_wait(loop: list[str]) -> int:
+    wait = next(i for i, line in enumerate(loop) if ALL_DONE in line)
+    return sum(EXPONENTIAL in line for line in loop[:wait])

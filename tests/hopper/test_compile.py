@@ -78,8 +78,7 @@ def test_compiles(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
         assert found.loops[interior] <= INTERIOR[name]
     if tiles.overlap is Overlap.SOFTMAX_UNDER_PV:  # so many exponentials lie under P·V, wherever else ptxas would like to wait for it
         held = (tiles.parts - 1) * (tiles.hold > 0) + tiles.hold / 100
-        on_trust, by_maximum, *_ = sorted(found.hidden[interior], reverse=True)
-        assert min(on_trust, by_maximum) >= int(tiles.kv / 2 / tiles.parts * held)
+        assert found.hidden[interior] >= int(tiles.kv / 2 / tiles.parts * held)
 
 
 def test_the_list_covers_every_choice() -> None:

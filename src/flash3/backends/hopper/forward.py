@@ -17,7 +17,7 @@ work        work tile  2              producer    each consumer                 
 O leaves through a buffer of its own; its way out lies under the next tile.
 
 barriers    0 the block, once · 1+i it is consumer i's turn (ping-pong) · 8+i consumer i's threads, around its rows of O
-            12+i consumer i's threads, whether a block stands on trust, whether scores grow (softmax.py)
+            12+i consumer i's threads, whether a block goes on trust (softmax.py)
 
 timeline    producer   Q K₀ V₀ K₁ V₁ …                       as far ahead as the rings allow, into the next tile
             consumer   QK₀ │ softmax₀ │ QK₁ PV₀ │ softmax₁ under PV₀ │ … │ PV_last │ O/l → shared memory → TMA
@@ -26,12 +26,11 @@ timeline    producer   Q K₀ V₀ K₁ V₁ …                       as far ah
 limits      16-bit inputs; rows of 16 bytes; head dims to 256; fewer than 2³¹ work tiles
 """
 
-import enum
 from dataclasses import dataclass, fields, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
@@ -47,17 +46,9 @@ from .operands import Arrays, MaskNumbers, Numbers, Operands, Sizes
 from .pipes import StagedLoad, StagedRead, own_stage, tma_pipe, work_pipe
 from .queries import make_queries
 from .schedule import Dispatcher, Follower, Position, WorkTile, is_ragged
-from .softmax import GROWN, LOG2_E, OnlineSoftmax, ScoreMap, trusted_sum
+from .softmax import LOG2_E, TOLERANCE_LOG2, TRUSTED_SUM, OnlineSoftmax, ScoreMap
 from .store import OutputStore
 from .tiles import ROWS_PER_CONSUMER, FirstBlock, ForwardSpec, Overlap, QuerySource, Tiles, Turns
-
-
-class Way(enum.Enum):
-    """How a block of keys becomes weights: with the maximum that there is, by its own, or by its own under a mask."""
-
-    TRUST = "trust"
-    MAXIMUM = "maximum"
-    MASKED = "masked"
 
 
 @dataclass
@@ -77,7 +68,6 @@ class Consumer:
     pv: cute.TiledMma
     left_keys: object  # operand and matmul of a block's left half, None unless FirstBlock.HALF
     left_qk: object
-    growing: Boolean  # the block before has outgrown its maximum: the same in the four warps
     tiles: cutlass.Constexpr[Tiles]
 
     @cute.jit
@@ -99,15 +89,14 @@ class Consumer:
         return accumulator(S, part * keys, keys)
 
     @cute.jit
-    def weigh_by_maximum(self, S: cute.Tensor, k, block: Int32, way: cutlass.Constexpr[Way], beside: cutlass.Constexpr[int]):
+    def weigh_masked(self, S: cute.Tensor, k, block: Int32, beside: cutlass.Constexpr[int]):
         """S becomes P by its maximum; returns what O is to be multiplied by. `beside`: groups of matmuls that go on meanwhile."""
         wait_matmuls(beside)
         k.release()
         scores = accumulator(S, 0, self.tiles.kv)
         self.scores.apply(scores)
-        if const_expr(way is Way.MASKED):
-            self.mask.apply(scores, block * self.tiles.kv)
-        return self.softmax.update(scores, self.tiles.hold)
+        self.mask.apply(scores, block * self.tiles.kv)
+        return self.softmax.update(scores, TOLERANCE_LOG2, self.tiles.hold)
 
     @cute.jit
     def weigh(self, S: cute.Tensor, beside: cutlass.Constexpr[int]):
@@ -124,24 +113,16 @@ class Consumer:
     @cute.jit
     def settle(self, S: cute.Tensor, k, sums: cute.Tensor):
         """Where some row's sum tells that scores have outgrown its maximum, the block is taken again. Nothing is in flight."""
-        self.growing = any_above(self.turn.me, sums[0] + sums[1], trusted_sum(self.tiles))
-        if self.growing:
+        if any_above(self.turn.me, sums[0] + sums[1], TRUSTED_SUM):
             for part in cutlass.range_constexpr(self.tiles.parts):
                 self.issue_part(S, part, k)
             wait_matmuls(0)
             scores = accumulator(S, 0, self.tiles.kv)
             self.scores.apply(scores)
-            scale_rows(self.O, self.softmax.update(scores, 0))
+            scale_rows(self.O, self.softmax.update(scores, 0.0, 0))
         else:
             self.softmax.accept(sums)
         k.release()
-
-    @cute.jit
-    def shrink(self, alpha: cute.Tensor, way: cutlass.Constexpr[Way]):
-        """O after a block that went by its maximum."""
-        rescale(self.O, alpha)
-        if const_expr(way is Way.MAXIMUM):
-            self.growing = any_above(self.turn.me, -cute.arch.fmin(alpha[0], alpha[1]), -GROWN)
 
     @cute.jit
     def issue_output(self):
@@ -178,23 +159,22 @@ class Consumer:
         self.scores.apply(scores)
         self.mask.apply(scores, block * self.tiles.kv)
         self.softmax.start(scores)
-        self.growing = Boolean(False)
         convert(S, self.P)
 
     @cute.jit
-    def next_block(self, block: Int32, way: cutlass.Constexpr[Way]):
+    def next_block(self, block: Int32, masked: cutlass.Constexpr[bool]):
         self.turn.take()
         S, k = self.issue_scores()  # S = Q·K_jᵀ, in the background
         v = self.issue_output()  # O += P_{j−1}·V_{j−1}, queued behind it
         self.turn.pass_on()
-        if const_expr(way is Way.TRUST):
-            sums = self.weigh(S, beside=1)  # under P·V
+        if const_expr(masked):
+            alpha = self.weigh_masked(S, k, block, beside=1)  # under P·V
+            self.output_done(v)
+            rescale(self.O, alpha)
+        else:
+            sums = self.weigh(S, beside=1)
             self.output_done(v)
             self.settle(S, k, sums)
-        else:
-            alpha = self.weigh_by_maximum(S, k, block, way, beside=1)
-            self.output_done(v)
-            self.shrink(alpha, way)
         convert(S, self.P)
 
     @cute.jit
@@ -233,14 +213,14 @@ class InOrderConsumer(Consumer):
         self.output_done(self.issue_output())
 
     @cute.jit
-    def next_block(self, block: Int32, way: cutlass.Constexpr[Way]):
+    def next_block(self, block: Int32, masked: cutlass.Constexpr[bool]):
         S, k = self.issue_scores()
         self.turn.pass_on()
-        if const_expr(way is Way.TRUST):
+        if const_expr(masked):
+            rescale(self.O, self.weigh_masked(S, k, block, beside=0))
+        else:
             sums = self.weigh(S, beside=0)
             self.settle(S, k, sums)
-        else:
-            self.shrink(self.weigh_by_maximum(S, k, block, way, beside=0), way)
         convert(S, self.P)
         self.add_output()
 
@@ -264,18 +244,13 @@ def attend(c: Consumer, blocks: KeyBlocks, parts: cutlass.Constexpr[bool]):
         c.first_block(blocks.first)
     block = blocks.first - 1
     for i in cutlass.range(blocks.right_edge, unroll=1):
-        c.next_block(block - i, Way.MASKED)
+        c.next_block(block - i, masked=True)
     block = block - blocks.right_edge
-    left = block - blocks.interior
-    while block > left:  # two loops: one with both ways would cost instructions in every step
-        while block > left and not c.growing:
-            c.next_block(block, Way.TRUST)
-            block = block - 1
-        while block > left and c.growing:
-            c.next_block(block, Way.MAXIMUM)
-            block = block - 1
+    for i in cutlass.range(blocks.interior, unroll=1):
+        c.next_block(block - i, masked=False)
+    block = block - blocks.interior
     for i in cutlass.range(blocks.left_edge, unroll=1):
-        c.next_block(block - i, Way.MASKED)
+        c.next_block(block - i, masked=True)
     c.queries.last_scores_done()
     c.last_output()
     if const_expr(parts):
@@ -525,7 +500,6 @@ class Forward:
             pv=pv,
             left_keys=left_keys,
             left_qk=left_qk,
-            growing=Boolean(False),
             tiles=tiles,
         )
         return c, OutputStore.create(ops, sO, thread, me, first_row, spec, tiles)

@@ -4,9 +4,9 @@
     at the end  O / l  and  L = ln2·(c·m + log2 l),      c = |scale|·log2 e
 
 Any m does that is near enough to the maximum: O / l is the same number. So most blocks are taken on trust: P = 2^(c·S − c·m) with the
-old m, without a look at the maximum. No P is larger than the sum of its row, which is wanted anyway: while sums stay below trusted_sum
-all is well. Else the block is taken again, from S = Q·Kᵀ on, and m is raised to the maximum. That costs as much as another block; so the
-next one goes by its maximum at once, and so on while they grow. So do blocks with a mask, of which a row may see nothing.
+old m, without a look at the maximum. No P is larger than the sum of its row, which is wanted anyway: while sums stay below TRUSTED_SUM
+all is well. Else the block is taken again, from S = Q·Kᵀ on, and now m is raised to the maximum. That costs a block of work, and with
+every time m has grown by at least two powers of two. Blocks with a mask, of which a row may see nothing, go by their maximum at once.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,10 @@ from .fragments import LANES_PER_ROW, as_rows
 from .launch import LN2, LOG2_E
 from .tiles import ForwardSpec, ScaleSign, Tiles
 
-GROWN = 1 / 16
-"""A block that shrinks what came before to less than this would not have stood on trust, or nearly so: nor may the next one."""
-
-
-def trusted_sum(tiles: Tiles) -> float:
-    """What a thread's part of its two rows may sum up to in a block before m is raised: as if every weight were the maximum's. So rows of
-    equal scores are trusted, and the lower this is, the fewer rows whose largest weight is rounded: relative to the true maximum it is 1."""
-    return tiles.kv / 2
+TRUSTED_SUM = 256.0
+"""What a thread's part of its two rows may sum up to in a block before m is raised. P then stays within 16-bit floats, and O in float32."""
+TOLERANCE_LOG2 = 8.0
+"""By how many powers of two a masked block's maximum may exceed m before O is rescaled."""
 
 
 @dataclass
@@ -98,7 +94,7 @@ class OnlineSoftmax:
         """The first block of a tile: S becomes P."""
         self.shift.fill(-Float32.inf)
         self.row_sum.fill(0.0)
-        self.update(S, hold=0)
+        self.update(S, tolerance_log2=0.0, hold=0)
 
     @cute.jit
     def trust(self, S: cute.Tensor, sums: cute.Tensor, hold: cutlass.Constexpr[int]):
@@ -116,13 +112,14 @@ class OnlineSoftmax:
             self.row_sum[r] = self.row_sum[r] + sums[r]
 
     @cute.jit
-    def update(self, S: cute.Tensor, hold: cutlass.Constexpr[int]):
-        """A block by its maximum: S becomes P. Returns alpha, by which what came before shrinks."""
+    def update(self, S: cute.Tensor, tolerance_log2: cutlass.Constexpr[float], hold: cutlass.Constexpr[int]):
+        """A later block, by its maximum: S becomes P. Returns alpha, by which what came before shrinks; m is kept while that would be no
+        less than 2^−tolerance_log2."""
         rows = as_rows(S)
         alpha = cute.make_rmem_tensor_like(self.shift)
         for r in cutlass.range_constexpr(cute.size(self.shift)):
             m = cute.arch.warp_reduction_max(row_max(rows, r), threads_in_group=LANES_PER_ROW) * self.scale_log2
-            m = cute.arch.fmax(m, self.shift[r])
+            m = m if m - self.shift[r] > Float32(tolerance_log2) else self.shift[r]
             shift = cutlass.select_(m == -Float32.inf, Float32(0.0), m)  # −inf − (−inf) would be NaN
             alpha[r] = cute.math.exp2(self.shift[r] - shift, fastmath=True)
             self.shift[r] = m
@@ -149,7 +146,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def finish(self, ln2_rest: Float32, sink_log2: tuple, has_sink: cutlass.Constexpr[bool]):
-        """1/l for O, and L, per row. A row without keys: 0 and −inf, with a sink 0 and the sink."""
+        """1/l for O, and L, per row; ln2_rest as in operands.Numbers. A row without keys: 0 and −inf, with a sink 0 and the sink."""
         inverse = cute.make_rmem_tensor_like(self.row_sum)
         lse = cute.make_rmem_tensor_like(self.row_sum)
         for r in cutlass.range_constexpr(cute.size(self.row_sum)):
