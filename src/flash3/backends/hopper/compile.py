@@ -65,7 +65,7 @@ def compile_forward(spec: ForwardSpec, tiles: Tiles, options: str = TARGET):
         lse = cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=order, assumed_align=4)
     if spec.sink:
         sink = cute.runtime.make_fake_compact_tensor(Float32, (heads,), assumed_align=4)
-    numbers = Numbers(Float32(1.0), Float32(1.0), Float32(0.0), *(Int32(0) for _ in range(len(Numbers._fields) - 3)))
+    numbers = Numbers(Float32(1.0), Float32(1.0), *(Int32(0) for _ in range(len(Numbers._fields) - 2)))
     return cute.compile(
         Forward(spec, tiles),
         _rows(element, spec.q_layout, q_rows, q_len, heads),

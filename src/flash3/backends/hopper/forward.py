@@ -324,7 +324,6 @@ class Forward:
             mask,
             numbers.scale_log2,
             numbers.tanh_scale,
-            numbers.ln2_rest,
         )
         most_tiles = cute.ceil_div(sizes.q_len, tiles.queries) * sizes.heads * batch
         if const_expr(spec.q_layout.kind is SequenceKind.PACKED):  # q_len is that of all sequences together
@@ -403,7 +402,7 @@ class Forward:
                 c.queries.take()
                 blocks = as_int32(self.walk(ops, tile, extent.length, k_len).of_consumer(me))
                 c = attend(c, blocks, consumers_part(spec, tiles))
-                inverse, lse = c.softmax.finish(ops.ln2_rest, self.sink_log2(ops, tile, store), spec.sink)
+                inverse, lse = c.softmax.finish(self.sink_log2(ops, tile, store), spec.sink)
                 store.write_output(c.O, inverse, tile, extent)
                 if const_expr(spec.lse):
                     store.write_lse(lse, tile, extent)

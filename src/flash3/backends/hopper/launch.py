@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 from ...mask import Mask
@@ -11,8 +10,6 @@ from . import heuristics
 from .tiles import ForwardSpec, ScaleSign, SequenceLayout, Tiles
 
 LOG2_E = math.log2(math.e)
-LN2 = 0.693147182464599609375
-"""log 2 in float32: 1.9e-9 too much."""
 SMALLEST_SCALE = 2.0**-120
 """A smaller scale is 0: scores times it are, in float32."""
 
@@ -47,21 +44,15 @@ def mask_numbers(mask: Mask) -> tuple[int, ...]:
     return bounds.left, bounds.right, bounds.chunk, bounds.q_offset, bounds.k_offset, int(mask.q_offset is None)
 
 
-def _float32(x: float) -> float:
-    return ctypes.c_float(x).value
-
-
 def numbers(spec: ForwardSpec, tiles: Tiles, sizes: Sizes, mask: Mask, multiprocessors: int) -> tuple[float | int, ...]:
     """operands.Numbers, as plain Python numbers."""
-    factor, tanh_scale = abs(sizes.scale), 0.0
     if spec.softcap:
-        factor, tanh_scale = sizes.softcap, 2 * LOG2_E * sizes.scale / sizes.softcap
-    factor = max(factor, SMALLEST_SCALE)  # with a scale of 0 all scores are 0: any factor will do
-    scale_log2 = _float32(factor * LOG2_E)
+        scale_log2, tanh_scale = sizes.softcap * LOG2_E, 2 * LOG2_E * sizes.scale / sizes.softcap
+    else:
+        scale_log2, tanh_scale = (abs(sizes.scale) * LOG2_E if spec.scale_sign is not ScaleSign.ZERO else 1.0), 0.0
     return (
         scale_log2,
         tanh_scale,
-        factor / scale_log2 - LN2,
         *mask_numbers(mask),
         max(1, heuristics.head_group(spec, sizes.k_len, sizes.batch * sizes.heads_q) // tiles.heads),
         multiprocessors,

@@ -15,7 +15,6 @@ class Numbers(NamedTuple):
 
     scale_log2: Float32  # scores times this are exponents of two: |scale|·log2(e), with a softcap softcap·log2(e)
     tanh_scale: Float32  # with a softcap 2·log2(e)·scale/softcap, else unused
-    ln2_rest: Float32  # an exponent of two times (LN2 + this) is a score times |scale|: what scale_log2 lost when it was rounded
     left: Int32  # window widths, mask.UNBOUNDED where there is no edge
     right: Int32
     chunk: Int32
@@ -76,4 +75,3 @@ class Operands:
     mask: MaskNumbers
     scale_log2: Float32
     tanh_scale: Float32
-    ln2_rest: Float32

@@ -9,6 +9,7 @@ all is well. Else the block is taken again, from S = Q·Kᵀ on, and now m is ra
 every time m has grown by at least two powers of two. Blocks with a mask, of which a row may see nothing, go by their maximum at once.
 """
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -16,9 +17,9 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from .fragments import LANES_PER_ROW, as_rows
-from .launch import LN2, LOG2_E
 from .tiles import ForwardSpec, ScaleSign, Tiles
 
+LOG2_E = math.log2(math.e)
 TRUSTED_SUM = 256.0
 """What a thread's part of its two rows may sum up to in a block before m is raised. P then stays within 16-bit floats, and O in float32."""
 TOLERANCE_LOG2 = 8.0
@@ -61,11 +62,6 @@ def total_of(terms):
     for term in terms[1:]:
         total = total + term
     return total
-
-
-def fma(a, b, c):
-    """a·b + c, rounded once."""
-    return cute.arch.inline_ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])
 
 
 def hold_waits(x):
@@ -145,8 +141,8 @@ class OnlineSoftmax:
             sums[r] = sums[r] + rows_before[0]
 
     @cute.jit
-    def finish(self, ln2_rest: Float32, sink_log2: tuple, has_sink: cutlass.Constexpr[bool]):
-        """1/l for O, and L, per row; ln2_rest as in operands.Numbers. A row without keys: 0 and −inf, with a sink 0 and the sink."""
+    def finish(self, sink_log2: tuple, has_sink: cutlass.Constexpr[bool]):
+        """1/l for O, and L, per row. A row without keys: 0 and −inf, with a sink 0 and the sink."""
         inverse = cute.make_rmem_tensor_like(self.row_sum)
         lse = cute.make_rmem_tensor_like(self.row_sum)
         for r in cutlass.range_constexpr(cute.size(self.row_sum)):
@@ -162,7 +158,5 @@ class OnlineSoftmax:
                 top = larger
             empty = total == Float32(0.0)
             inverse[r] = Float32(0.0) if empty else numerator * cute.arch.rcp_approx(total)
-            # rounded once, at the end: of scores of 1e5 nothing is lost
-            beside = fma(top, ln2_rest, cute.math.log2(total, fastmath=True) * Float32(LN2))
-            lse[r] = -Float32.inf if empty else fma(top, Float32(LN2), beside)
+            lse[r] = -Float32.inf if empty else (top + cute.math.log2(total, fastmath=True)) * Float32(1 / LOG2_E)
         return inverse, lse
