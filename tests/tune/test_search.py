@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from flash3.backends.cpu.plan import CpuBackend
 from flash3.backends.cpu.tiles import Method, Tiles
 from flash3.backends.hopper import budget, heuristics, space
 from flash3.backends.hopper.tiles import ForwardSpec
+from flash3.bench import accuracy
 from flash3.bench.catalogue import WORKLOADS
 from flash3.bench.clock import Timing
 from flash3.bench.roofline import model_named
@@ -85,8 +87,78 @@ def test_the_heuristic_stays_where_it_is_as_good() -> None:
     assert outcome.winner is outcome.own
     assert outcome.gain == 1.0
     assert entry(outcome, {}) is None
-    table = tuned.Table("cpu").with_entry(tuned.Entry("cpu", {}, 1, 1, {}, {"workload": WINDOW.name}))
-    assert search.merged(table, [(outcome, None)]).entries == ()  # what no longer wins goes
+    forward, backward = (tuned.Entry("cpu", {"task": t}, 1, 1, {}, {"workload": WINDOW.name, "task": t}) for t in ("forward", "backward"))
+    table = tuned.Table("cpu").with_entry(forward).with_entry(backward)
+    assert search.merged(table, [(outcome, None)]).entries == (backward,)  # what no longer wins goes
+
+
+def test_who_is_ahead_once_by_luck_does_not_win() -> None:
+    """Candidates look twice as fast until the last rung has decided."""
+    least = 3 * 3 * 2 + 2 * 2  # bursts of the rung after it
+    whole = FakeTuner.make(Journal(None, "x"), lambda tiles: 0.5 if tiles else 1.0, limit=4)
+    assert whole.tune(WINDOW, Task.FORWARD).gain == pytest.approx(2.0)
+    tuner = FakeTuner.make(Journal(None, "x"), lambda tiles: 0.5 if tiles and tuner.bursts <= whole.bursts - least else 1.0, limit=4)
+    outcome = tuner.tune(WINDOW, Task.FORWARD)
+    assert tuner.bursts == whole.bursts
+    assert outcome.winner is outcome.own
+    assert outcome.gain == 1.0
+
+
+def test_time_that_is_up_leaves_the_rest_out() -> None:
+    """Here after the third check, and after the first rung."""
+    ticks = iter(range(1000))
+    tuner = FakeTuner.make(Journal(None, "x"), cost, seconds=3.5, now=lambda: next(ticks))
+    outcome = tuner.tune(WINDOW, Task.FORWARD)
+    faults = [c.fault for c in outcome.candidates]
+    assert faults[:3] == ["", "", ""]
+    assert set(faults[3:]) == {search.TIME_IS_UP}
+    assert not any(c.wrong for c in outcome.candidates)
+    ticks = iter([0] * (2 + len(faults)) + [10] * 1000)
+    outcome = FakeTuner.make(Journal(None, "x"), cost, seconds=3.5, now=lambda: next(ticks)).tune(WINDOW, Task.FORWARD)
+    assert sorted({c.rung for c in outcome.candidates}) == [0, 1, 2]  # the second is the last, and then once more
+    assert outcome.winner is not None
+
+
+def test_a_candidate_that_hangs_ends_the_run_and_is_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, ended = tmp_path / "t.journal", threading.Event()
+    monkeypatch.setattr(search, "HANG_SECONDS", 0.05)
+    fault = search.Runs.fault
+
+    def stuck(self: search.Runs, tiles: Any) -> str:
+        if tiles is not None and tiles.rows == 128:
+            assert ended.wait(60)
+            raise KeyboardInterrupt  # the process ends here
+        return fault(self, tiles)
+
+    monkeypatch.setattr(search.Runs, "fault", stuck)
+    texts: list[str] = []
+    tuner = FakeTuner.make(Journal(path, "x"), cost, end=lambda text: (texts.append(text), ended.set()))
+    with pytest.raises(KeyboardInterrupt):
+        tuner.tune(WINDOW, Task.FORWARD)
+    assert "run the same command again" in texts[-1]
+    monkeypatch.setattr(search, "HANG_SECONDS", 60.0)
+    monkeypatch.setattr(search.Runs, "fault", lambda self, tiles: "")
+    again = FakeTuner.make(Journal(path, "x"), cost).tune(WINDOW, Task.FORWARD)
+    hung = [c for c in again.candidates if c.fault]
+    assert len(hung) == 1
+    assert hung[0].wrong
+    assert hung[0].fault.startswith(search.HANGS)
+
+
+def test_gradients_of_a_long_call_are_checked_on_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "MOST_PAIRS", 100 * 100 * 2)
+    monkeypatch.setattr(search, "LONGEST_CHECKED", 100)
+    seen = []
+    run = search.Runs.call
+
+    def call(self: search.Runs, tiles: Any) -> Any:
+        seen.append(self.case.workload.q_len)
+        return run(self, tiles)
+
+    monkeypatch.setattr(search.Runs, "call", call)
+    outcome = FakeTuner.make(Journal(None, "x"), cost, limit=2).tune(WORKLOADS["smoke/causal"], Task.BACKWARD)
+    assert [c.fault for c in outcome.candidates] == ["", ""]
+    assert seen == [86, 86]
 
 
 def test_wrong_candidates_are_out_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
