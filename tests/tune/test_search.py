@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from flash3.backends.cpu.tiles import Method, Tiles
 from flash3.backends.hopper import budget, heuristics, space
 from flash3.backends.hopper.tiles import ForwardSpec
 from flash3.bench import accuracy
-from flash3.bench.catalogue import WORKLOADS
+from flash3.bench.catalogue import WORKLOADS, select
 from flash3.bench.clock import Timing
 from flash3.bench.roofline import model_named
 from flash3.mask import MaskKind
@@ -36,6 +37,7 @@ class FakeTuner(Tuner):
     bursts: int
     dies_after: int | None
     cost: Callable[[Any], float]
+    by_batch: dict[int, Callable[[Any], float]] = {}
 
     @classmethod
     def make(cls, journal: Journal, cost: Callable[[Any], float], dies_after: int | None = None, **more: Any) -> FakeTuner:
@@ -54,7 +56,7 @@ class FakeTuner(Tuner):
                 object.__setattr__(tuner, "bursts", tuner.bursts + 1)
                 if tuner.dies_after is not None and tuner.bursts > tuner.dies_after:
                     raise KeyboardInterrupt
-                return tuner.cost(tiles)
+                return tuner.by_batch.get(runs.case.workload.batch, tuner.cost)(tiles)
 
         return Clock()
 
@@ -102,6 +104,34 @@ def test_who_is_ahead_once_by_luck_does_not_win() -> None:
     assert tuner.bursts == whole.bursts
     assert outcome.winner is outcome.own
     assert outcome.gain == 1.0
+
+
+def test_who_is_behind_with_a_quarter_of_the_work_does_not_win() -> None:
+    """An entry serves any batch."""
+    workload = replace(WINDOW, lengths=WINDOW.lengths * 4)
+    quarter = workload.quarter()
+    assert quarter is not None
+    assert quarter.lengths == WINDOW.lengths
+    for behind, wins in ((1.0, True), (1.02, False)):
+        tuner = FakeTuner.make(Journal(None, "x"), lambda tiles: 0.5 if tiles else 1.0, limit=2)
+        object.__setattr__(tuner, "by_batch", {1: lambda tiles, behind=behind: behind if tiles else 1.0})
+        outcome = tuner.tune(workload, Task.FORWARD)
+        assert (outcome.winner is not outcome.own) == wins
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("b=9,q=100,h=8,kv=2,d=64", (2, 8, 2)),
+        ("b=1,q=100,h=32,kv=8,d=64", (1, 8, 2)),
+        ("b=3,q=100,h=4,d=64", (3, 1, 1)),
+        ("b=3,q=100,h=12,kv=3,d=64", None),
+    ],
+)
+def test_a_quarter(shape: str, expected: tuple[int, int, int] | None) -> None:
+    (workload,) = select([shape])
+    less = workload.quarter()
+    assert (less and (less.batch, less.heads_q, less.heads_kv)) == expected
 
 
 def test_time_that_is_up_leaves_the_rest_out() -> None:
@@ -332,7 +362,6 @@ def test_orders_share_kernels() -> None:
 def test_common_calls_find_their_kernels_compiled(dim: int, causal: bool) -> None:
     """Other batches, heads and lengths of the same classes ask for kernels of the group `common`."""
     from flash3.backends.hopper.plan import HopperBackend
-    from flash3.bench.catalogue import select
     from flash3.tune.command import orders_of
 
     device, backend = model_named("h200").device, HopperBackend()
@@ -361,7 +390,6 @@ def test_compiling_in_other_processes_tells_what_fails(tmp_path: Path) -> None:
 
 def test_triton_kernels_are_not_compiled_ahead() -> None:
     """Its first launch does it: an order would only seem to be done."""
-    from flash3.bench.catalogue import select
     from flash3.tune.command import orders_of
 
     orders, refused = orders_of(select(["paper/d64-full-512"]), [Task.FORWARD], model_named("a100").device, None)

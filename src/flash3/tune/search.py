@@ -2,7 +2,8 @@
 
 A rung times every candidate that is left, interleaved in random order, and keeps the faster half; the next rung gives each twice the time.
 The heuristic's own choice stays in to the end, so that the last rung says by how much the best one is faster, round by round. The best of
-many is partly the luckiest: so the two are timed once more alone, and it wins only if it is ahead in both, by more than noise.
+many is partly the luckiest: so the two are timed once more alone, and it wins only if it is ahead in both, by more than noise. An entry of
+the table serves any batch: so it must not be behind with a quarter of the sequences or heads either, which leaves few tiles to each block.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ NOT_RUN = "does not"
 TIME_IS_UP = f"{NOT_RUN} get its turn: the time was up"
 WORTH_IT = 1.02
 """A winner must be this much faster than the heuristic's choice, in the last rung and in the one after it, to be written down."""
+NOT_BEHIND = 0.99
+"""And so much, at least, with a quarter of the work."""
 
 
 @dataclass
@@ -203,17 +206,22 @@ class Tuner:
     def _time(self, outcome: Outcome, runs: Runs, left: Sequence[Candidate], step: tuple[int, Interleaved]) -> None:
         rung, protocol = step
         self.say(f"{outcome.workload.name}: {len(left)} candidates, rung {rung + 1}")
-        key = self._key(outcome, "rung", str(rung), *(c.label for c in left))
-        fact = self.journal.known(*key)
-        if fact is None:
-            clocks = {c.label: self.clock(runs, c.tiles) for c in left}
-            times: dict[str, list[float]] = {label: [] for label in clocks}
-            for measured in protocol.run(clocks):
-                for label, ms in measured.items():
-                    times[label].append(ms)
-            fact = self.journal.add(*key, value=times)
+        times = self._times(self._key(outcome, "rung", str(rung)), runs, left, protocol)
         for candidate in left:
-            candidate.times_ms, candidate.rung = fact[candidate.label], rung
+            candidate.times_ms, candidate.rung = times[candidate.label], rung
+
+    def _times(self, key: tuple[str, ...], runs: Runs, some: Sequence[Candidate], protocol: Interleaved) -> dict[str, Any]:
+        """Milliseconds of each round by label, from the journal where they are known."""
+        key = (*key, *(c.label for c in some))
+        fact = self.journal.known(*key)
+        if fact is not None:
+            return fact
+        clocks = {c.label: self.clock(runs, c.tiles) for c in some}
+        times: dict[str, list[float]] = {label: [] for label in clocks}
+        for measured in protocol.run(clocks):
+            for label, ms in measured.items():
+                times[label].append(ms)
+        return self.journal.add(*key, value=times)
 
     def _decide(self, outcome: Outcome, left: Sequence[Candidate], runs: Runs, once_more: tuple[int, Interleaved]) -> None:
         best = min(left, key=lambda c: c.ms or float("inf"))
@@ -225,7 +233,18 @@ class Tuner:
         if gain >= WORTH_IT:
             self._time(outcome, runs, [own, best], once_more)
             gain = min(gain, ratio(own.times_ms, best.times_ms))
-        outcome.winner, outcome.gain = (best, gain) if gain >= WORTH_IT else (own, 1.0)
+        ahead = gain >= WORTH_IT and self._holds_with_less(outcome, best, once_more[1])
+        outcome.winner, outcome.gain = (best, gain) if ahead else (own, 1.0)
+
+    def _holds_with_less(self, outcome: Outcome, best: Candidate, protocol: Interleaved) -> bool:
+        less = outcome.workload.quarter()
+        if less is None:
+            return True
+        self.say(less.name)
+        case = make(less, outcome.task, self.device, self.seed)
+        runs = Runs(case, Problem.of(case.request, describe), outcome.backend)
+        times = self._times(self._key(outcome, "quarter"), runs, [outcome.own, best], protocol)
+        return ratio(times[outcome.own.label], times[best.label]) >= NOT_BEHIND
 
 
 @contextmanager
