@@ -37,12 +37,12 @@ class FakeTuner(Tuner):
     bursts: int
     dies_after: int | None
     cost: Callable[[Any], float]
-    by_batch: dict[int, Callable[[Any], float]] = {}
+    by_batch: dict[int, Callable[[Any], float]]
 
     @classmethod
     def make(cls, journal: Journal, cost: Callable[[Any], float], dies_after: int | None = None, **more: Any) -> FakeTuner:
         tuner = cls(torch.device("cpu"), journal, **more)
-        for name, value in (("bursts", 0), ("dies_after", dies_after), ("cost", cost)):
+        for name, value in (("bursts", 0), ("dies_after", dies_after), ("cost", cost), ("by_batch", {})):
             object.__setattr__(tuner, name, value)  # Tuner is frozen
         return tuner
 

@@ -321,7 +321,7 @@ class Runs:
 
     @functools.cached_property
     def _checked(self) -> Runs:
-        """These launches, or those of a smaller call for the same kernels, where these gradients are too many to be held against float64."""
+        """These launches; a smaller call for the same kernels where these gradients are too many to be held against float64."""
         if self._truth.samples:
             return self
         case = make(self.case.workload.small(LONGEST_CHECKED), self.case.task, self.case.device)
