@@ -11,6 +11,10 @@ import subprocess
 import sys
 from dataclasses import replace
 
+from flash3.backends.hopper.tiles import ForwardSpec
+from flash3.problem import Request, Task
+
+from .backward_configurations import BACKWARD
 from .configurations import CONFIGURATIONS
 
 TOOLS = ("memcheck", "racecheck")
@@ -21,22 +25,45 @@ RAGGED = (((5, 5), (130, 140), (0, 7), (64, 0)), ((200, 129),))
 
 
 def run(names: list[str]) -> None:
+    for name in names:
+        (backward if name in BACKWARD else forward)(name)
+        print(f"ran {name}", flush=True)
+
+
+def forward(name: str) -> None:
     import torch
 
     from .calls import prepare_named
+
+    spec, _ = CONFIGURATIONS[name]
+    for request in small(spec):
+        launch, out, _ = prepare_named(replace(request, lse=spec.lse), name)
+        launch()
+        torch.cuda.synchronize()
+        if out.isnan().any():
+            raise RuntimeError(f"{name}: NaN in the output")
+
+
+def backward(name: str) -> None:
+    import torch
+
+    from . import backward_check as check
+
+    spec, _ = BACKWARD[name]
+    for request in small(check.requests_like(spec)):
+        request = replace(request, task=Task.BACKWARD, deterministic=spec.deterministic)
+        launch, found = check.gradients_of(request, name, check.saved_by_oracle(request), *check.arriving(request, spec))
+        launch()
+        torch.cuda.synchronize()
+        if any(t is not None and t.isnan().any() for t in found):
+            raise RuntimeError(f"{name}: NaN in a gradient")
+
+
+def small(spec: ForwardSpec) -> list[Request]:
     from .cases import MASKS, Maker
 
-    for name in names:
-        spec, _ = CONFIGURATIONS[name]
-        make, mask = Maker(spec), MASKS[spec.mask_kind][0]
-        requests = [make.ragged(batch, mask) for batch in RAGGED] if spec.is_ragged else [make.dense(shape, mask) for shape in DENSE]
-        for request in requests:
-            launch, out, _ = prepare_named(replace(request, lse=spec.lse), name)
-            launch()
-            torch.cuda.synchronize()
-            if out.isnan().any():
-                raise RuntimeError(f"{name}: NaN in the output")
-        print(f"ran {name}", flush=True)
+    make, mask = Maker(spec), MASKS[spec.mask_kind][0]
+    return [make.ragged(batch, mask) for batch in RAGGED] if spec.is_ragged else [make.dense(shape, mask) for shape in DENSE]
 
 
 def main(words: list[str]) -> None:
