@@ -49,6 +49,7 @@ from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_schedule import KeyDispatcher, KeyFollower
 from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, DqTime, Split
 from .dq import HandOver, RegisterReduction, Sender, send_all
+from .dq_sum import FIRST_CLOSER, Closer, Gate, GatedReduction, GateMemory, close_all, gate_memory, init_gate, keep_gate
 from .extents import extent_of
 from .fragments import LANES_PER_ROW
 from .masking import bounds_of
@@ -70,6 +71,7 @@ class Buffers:
     P: object  # Split.ROLES: P as it lies in registers, words
     L: cute.Tensor  # (words, stage)
     D: cute.Tensor
+    gate: object  # DqSum.TILES: GateMemory
 
 
 class Parts:
@@ -123,6 +125,9 @@ class Parts:
     def dq_path(self):
         words = self.tiles.q * self.spec.qk_width
         thread = self.all_thread % roles.WARPGROUP_THREADS
+        if self.tiles.has_gate:
+            gate = self.buffers.gate
+            return GatedReduction(self.ops.dq_sum, self.me, thread, gate.open, gate.added, gate.errand, Int32(0), words)
         if self.tiles.dq_path is DqPath.REGISTERS:
             return RegisterReduction(self.ops.dq_sum, self.me, thread, words)
         fours = words // 2 // (4 * roles.WARPGROUP_THREADS)
@@ -286,6 +291,8 @@ class BackwardKernel:
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
             box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS)
+        if const_expr(tiles.has_gate):
+            init_gate(buffers.gate, thread)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # for backward_prepare
@@ -301,6 +308,11 @@ class BackwardKernel:
             if const_expr(tiles.has_sender):
                 if warp_number == 1:
                     self.send_tile(ops, buffers, thread % 32)
+            if const_expr(tiles.has_gate):
+                if warp_number == 1:
+                    self.keep_gate(ops, buffers.gate, thread % 32)
+                if warp_number >= FIRST_CLOSER:
+                    self.close_blocks(ops, buffers.gate, warp_number - FIRST_CLOSER, thread % 32)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
@@ -344,6 +356,25 @@ class BackwardKernel:
         if self.exists(tile):
             sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, lane, self.turns(ops, tile), self.spec, self.tiles)
             send_all(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
+
+    @cute.jit
+    def keep_gate(self, ops, memory: GateMemory, lane):
+        tile = self.tile(ops)
+        if self.exists(tile):
+            m = memory
+            gate = Gate(ops.statistics, m.open, m.added, m.errand, m.box, m.closing, Int32(0), lane, self.tiles)
+            heads = Int32(self.spec.heads_per_kv)
+            keep_gate(gate, tile.record, self.blocks(ops, tile), heads, tile.q_blocks, self.spec, self.tiles)
+
+    @cute.jit
+    def close_blocks(self, ops, memory: GateMemory, half, lane):
+        tile = self.tile(ops)
+        if self.exists(tile):
+            place = (memory.chunks[None, half].iterator + 4 * lane).align(16)
+            chunks = cute.make_tensor(place, cute.make_layout((4, backward_budget.closing_chunks(self.tiles)), stride=(1, 4 * 32)))
+            closer = Closer(ops.dq_sum, ops.dq, chunks, ops.scale, half, lane, self.spec, self.tiles)
+            first_head = tile.kv_head * self.spec.heads_per_kv
+            close_all(closer, memory.closed, memory.box, tile.record, tile.q_blocks, tile.q, first_head)
 
     @cute.jit
     def consume_tile(self, parts, keys, me: Int32):
@@ -446,7 +477,8 @@ class BackwardKernel:
         sP = None
         if tiles.split is Split.ROLES:
             sP = smem.allocate_tensor(Int32, cute.make_layout(tiles.q * tiles.kv // 2), 128)
-        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD)
+        gate = gate_memory(smem, tiles) if tiles.has_gate else None
+        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD, gate)
 
     def place(self, ops: BackwardOperands):
         """(number among the key tiles of the batch, key head) of this block."""
@@ -489,7 +521,7 @@ class BackwardKernel:
     def blocks(self, ops: BackwardOperands, tile: KeyTile) -> QueryBlocks:
         bounds = bounds_of(ops.mask, tile.q.length, tile.k.length)
         shift = Int32(0)
-        if self.tiles.dq_path is DqPath.ORDERED:
+        if self.tiles.goes_round:
             shift = self.turns(ops, tile).shift(self.spec.mask_kind, cutlass.min)
         b = query_blocks(self.spec, self.tiles, tile.kv_block, tile.q.length, tile.k.length, bounds, cutlass.min, cutlass.max, shift)
         return QueryBlocks(Int32(b.first), Int32(b.left_edge), Int32(b.interior), Int32(b.right_edge), Int32(b.shift))

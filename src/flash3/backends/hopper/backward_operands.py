@@ -50,6 +50,7 @@ class RowOperands:
     sink: object  # float32 (heads,) or None
     statistics: cute.Tensor  # float32 (heads · q_blocks, statistics_words)
     dq_sum: cute.Tensor  # float32 (heads · q_blocks, q · qk_width): dQ / scale, in the order of the matmul's registers
+    dq: object  # like q where the kernel writes some of it, or None
     q_arrays: SequenceArrays
     k_arrays: SequenceArrays
     sizes: BackwardSizes
@@ -81,6 +82,7 @@ class BackwardOperands:
     dv: cpasync.TmaInfo
     statistics: cute.Tensor
     dq_sum: cute.Tensor
+    dq: object  # like q where tiles convert the sum, or None
     q_arrays: SequenceArrays
     k_arrays: SequenceArrays
     sizes: BackwardSizes

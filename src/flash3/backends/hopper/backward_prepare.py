@@ -11,17 +11,21 @@ roles       one block of 256 threads for each record; as many threads to a row a
 limits      16-bit O and dO; rows of 16 bytes
 """
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
+from ... import mask
 from . import blocklist
 from .backward_operands import RowOperands
 from .backward_refine import LARGEST_EXACT, rest_of_row
-from .backward_tiles import STATISTICS_TAIL, BackwardSpec, BackwardTiles, statistics_words
+from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, TURN_WORD, BackwardSpec, BackwardTiles, statistics_words
 from .extents import Extent, extent_of
-from .rows import PIECE, piece_of, row_of, rows_of, statistic_of
+from .masking import bounds_of
+from .rows import PIECE, piece_at, piece_of, row_of, rows_of, statistic_of
 from .softmax import LOG2_E
 
 THREADS = 256
@@ -65,13 +69,18 @@ class PrepareKernel:
         extent = extent_of(ops.q_arrays, spec.q_layout, batch, z.q_rows)
         first_row = (index - blocklist.first_block(spec.q_layout, ops.q_arrays, batch, z.q_rows, tiles.q)) * tiles.q
         record = head * z.q_blocks + index
-        self.clear(ops, record, thread)
-        partial, coarse = Float32(0.0), Float32(0.0)
+        if const_expr(not tiles.has_gate):
+            self.clear(ops, record, thread)
+        partial, coarse, visitors = Float32(0.0), Float32(0.0), Int32(0)
         if first_row < extent.length:
             partial = self.rows(ops, record, head, extent, first_row, thread)
             k = extent_of(ops.k_arrays, spec.k_layout, batch, z.k_rows)
             coarse = self.second_parts(ops, record, head, extent, k, first_row, thread)
-        self.write_tail(ops, record, partial, coarse, thread)
+            if const_expr(tiles.has_gate):
+                visitors = self.visitors(ops, extent, k, first_row)
+                if visitors == 0:
+                    self.write_zeros(ops, head, extent, first_row, thread)
+        self.write_tail(ops, record, partial, coarse, visitors, thread)
 
     @cute.jit
     def clear(self, ops: RowOperands, record: Int32, thread: Int32):
@@ -82,6 +91,25 @@ class PrepareKernel:
         zeros.fill(0.0)
         for i in cutlass.range_constexpr(words // (4 * THREADS)):
             cute.autovec_copy(zeros, cute.make_tensor(start + 4 * THREADS * i, cute.make_layout(4)))
+
+    def visitors(self, ops: RowOperands, q: Extent, k: Extent, first_row: Int32) -> Int32:
+        """How many key tiles come to this block."""
+        spec, tiles = self.spec, self.tiles
+        bounds = bounds_of(replace(ops.mask), q.length, k.length)
+        last_row = first_row + (tiles.q - 1)
+        found = mask.key_blocks(first_row, last_row, k.length, tiles.kv, bounds, spec.mask_kind, cutlass.min, cutlass.max)
+        return Int32(found.end - found.begin)
+
+    @cute.jit
+    def write_zeros(self, ops: RowOperands, head: Int32, extent: Extent, first_row: Int32, thread: Int32):
+        """dQ of a block to which no key tile comes."""
+        zeros = cute.make_rmem_tensor(PIECE, ops.dq.element_type)
+        zeros.fill(0.0)
+        pieces = ops.dq.shape[-1] // PIECE
+        for i in cutlass.range(thread, cutlass.min(extent.length - first_row, self.tiles.q) * pieces, THREADS, unroll=1):
+            row = i // pieces
+            target = row_of(ops.dq, self.spec.q_layout, extent, head, first_row + row)
+            cute.autovec_copy(zeros, piece_at(target, (i - row * pieces) * PIECE))
 
     @cute.jit
     def rows(self, ops: RowOperands, record: Int32, head: Int32, extent: Extent, first_row: Int32, thread: Int32):
@@ -147,7 +175,7 @@ class PrepareKernel:
         return found
 
     @cute.jit
-    def write_tail(self, ops: RowOperands, record: Int32, partial: Float32, coarse: Float32, thread: Int32):
+    def write_tail(self, ops: RowOperands, record: Int32, partial: Float32, coarse: Float32, visitors: Int32, thread: Int32):
         """The four words behind L₂."""
         smem = SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout((WARPS, 2)), 16)
@@ -160,5 +188,7 @@ class PrepareKernel:
             for i in cutlass.range_constexpr(WARPS):
                 share, some = share + sums[i, 0], some + sums[i, 1]
             start = Int64(record) * statistics_words(self.tiles) + self.tiles.q
-            tail = cute.make_tensor((ops.statistics.iterator + start).align(16), cute.make_layout(STATISTICS_TAIL))
-            tail[0], tail[1], tail[2], tail[3] = some, share, Float32(0.0), Float32(0.0)
+            place = (ops.statistics.iterator + start).align(16)
+            tail, counters = (cute.make_tensor(p, cute.make_layout(STATISTICS_TAIL)) for p in (place, cute.recast_ptr(place, dtype=Int32)))
+            tail[0], tail[1] = some, share
+            counters[TURN_WORD], counters[COUNTER_WORD] = visitors, Int32(0)

@@ -1,7 +1,7 @@
 """The whole backward as one host function: prepare, the main kernel, finish, in a row on one stream."""
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ...sequences import SequenceKind
 from . import backward_storage, blocklist, storage
@@ -51,15 +51,17 @@ class Gradient:
             sizes = BackwardSizes(mQ.shape[-3], mK.shape[-3], batch, kv_heads, blocks)
             return sequence_arrays(q_arrays), sequence_arrays(k_arrays), sizes, self.mask_numbers(numbers)
 
+        own_dq = mdQ if const_expr(tiles.has_gate) else None
         scales = numbers.scale_log2, numbers.tanh_scale
-        before = RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mSum, *sides(), *scales)
+        before = RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mSum, own_dq, *sides(), *scales)
         PrepareKernel(spec, tiles).launch(before, blocks, heads, stream)
         loads = self.loads(mQ, mK, mV, mdO)
-        main = BackwardOperands(*loads, *self.stores(mdK, mdV), mStatistics, mSum, *sides(), numbers.scale, *scales)
+        main = BackwardOperands(*loads, *self.stores(mdK, mdV), mStatistics, mSum, own_dq, *sides(), numbers.scale, *scales)
         key_tiles = blocklist.num_blocks(spec.k_layout, mK.shape[-3], batch, tiles.kv)
         BackwardKernel(spec, tiles).launch(main, key_tiles, kv_heads, numbers.multiprocessors, stream)
-        q_side, _, sizes, _ = sides()
-        FinishKernel(spec, tiles).launch(FinishOperands(mdQ, mSum, q_side, sizes, numbers.scale), blocks, heads, stream)
+        if const_expr(not tiles.has_gate):
+            q_side, _, sizes, _ = sides()
+            FinishKernel(spec, tiles).launch(FinishOperands(mdQ, mSum, q_side, sizes, numbers.scale), blocks, heads, stream)
 
     def mask_numbers(self, n: BackwardNumbers) -> MaskNumbers:
         return MaskNumbers(n.left, n.right, n.chunk, n.q_offset, n.k_offset, n.bottom_right)
