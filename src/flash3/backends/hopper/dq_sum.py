@@ -27,7 +27,7 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
 from . import storage
 from .backward_budget import CLOSING_WORDS, CLOSINGS, closing_chunks
-from .backward_tiles import CONSUMERS, TURN_WORD, BackwardSpec, BackwardTiles, DqTime, Split, statistics_words
+from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, TURN_WORD, BackwardSpec, BackwardTiles, DqTime, Split, statistics_words
 from .bulk import copy_async, load_acquire, store_or_add, transposed_8x8
 from .dq import half_of, in_fours
 from .extents import Extent
@@ -222,51 +222,54 @@ class Closer:
     def close(self, record: Int32, extent: Extent, head: Int32, first_row: Int32):
         words = self.tiles.q * self.spec.qk_width
         source = half_of(self.sum, record, self.half, words) + 4 * self.lane
-        size = closing_chunks(self.tiles) // 2  # chunks that are on their way while as many are converted
-        groups = words // (2 * CHUNK * size)
-        self.fetch(source, Int32(0))
-        for g in cutlass.range(groups, unroll=1):
-            if g + 1 < groups:
-                self.fetch(source, g + 1)
-            cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(1)
-            for c in cutlass.range_constexpr(size):
-                self.write(g % 2 * size + c, g * (size // 4) + c // 4, c % 4, extent, head, first_row)
+        row, column = self.corner()
+        target = row_of(self.dq, self.spec.q_layout, extent, head, first_row + row).iterator + column
+        rows, columns = extent.length - first_row - row, self.dq.shape[-1] - column
+        pairs, ahead = words // (4 * CHUNK), closing_chunks(self.tiles) // 2 - 1
+        for n in cutlass.range_constexpr(ahead):
+            self.fetch(source, Int32(n))
+        for n in cutlass.range(pairs, unroll=1):
+            cute.arch.cp_async_wait_group(ahead - 1)
+            for e in cutlass.range_constexpr(2):
+                self.write(2 * n + e, target, rows, columns)
+            if n + ahead < pairs:
+                self.fetch(source, n + ahead)
+            else:
+                cute.arch.cp_async_commit_group()
+
+    def corner(self):
+        """Row and column of the block that a lane's first number of the first chunk goes to."""
+        row, column = self.lane // 4, 2 * (self.lane % 4)
+        if self.tiles.dq_transposed:
+            return row, KEYS_PER_CONSUMER * self.half + column
+        if self.tiles.split is Split.ROLES:
+            return row, self.spec.qk_width // CONSUMERS * self.half + column
+        return KEYS_PER_CONSUMER * self.half + row, column
 
     @cute.jit
-    def fetch(self, source: cute.Pointer, group: Int32):
-        size = closing_chunks(self.tiles) // 2
-        for c in cutlass.range_constexpr(size):
-            slot = self.chunks[None, group % 2 * size + c].iterator
-            copy_async(slot, source + (group * (size * CHUNK) + CHUNK * c))
+    def fetch(self, source: cute.Pointer, pair: Int32):
+        for e in cutlass.range_constexpr(2):
+            chunk = 2 * pair + e
+            copy_async(self.chunks[None, chunk % closing_chunks(self.tiles)].iterator, source + CHUNK * chunk)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def write(self, slot: Int32, eighth: Int32, sixteenth: cutlass.Constexpr[int], extent: Extent, head: Int32, first_row: Int32):
-        """The accumulator's rows 16·sixteenth … + 15, columns 8·eighth … + 7, of which a lane has (row, row + 8) × (column, column + 1)."""
+    def write(self, chunk: Int32, target: cute.Pointer, rows: Int32, columns: Int32):
+        """A chunk is 16 rows and 8 columns of the accumulator; a lane has (row, row + 8) × (column, column + 1)."""
         values = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(self.chunks[None, slot], values)
+        cute.autovec_copy(self.chunks[None, chunk % closing_chunks(self.tiles)], values)
         for e in cutlass.range_constexpr(4):
             values[e] = values[e] * self.scale
         pairs = cute.make_rmem_tensor(4, storage.ELEMENTS[self.spec.dtype])
         convert(values, pairs)
         packed = cute.recast_tensor(pairs, Int32)
-        row, column = self.lane // 4, 2 * (self.lane % 4)
         for r in cutlass.range_constexpr(2):
-            along, across = 16 * sixteenth + 8 * r, 8 * eighth
+            row, column, pair = chunk % 4 * 16 + 8 * r, chunk // 4 * 8, packed[r]
             if const_expr(self.tiles.dq_transposed):
-                self.write_pair(transposed_8x8(packed[r]), across + row, 64 * self.half + along + column, extent, head, first_row)
-            elif const_expr(self.tiles.split is Split.ROLES):
-                width = self.spec.qk_width // CONSUMERS
-                self.write_pair(packed[r], along + row, width * self.half + across + column, extent, head, first_row)
-            else:
-                self.write_pair(packed[r], 64 * self.half + along + row, across + column, extent, head, first_row)
-
-    @cute.jit
-    def write_pair(self, pair: Int32, row: Int32, column: Int32, extent: Extent, head: Int32, first_row: Int32):
-        if first_row + row < extent.length and column < self.dq.shape[-1]:
-            at = row_of(self.dq, self.spec.q_layout, extent, head, first_row + row).iterator + column
-            cute.make_tensor(cute.recast_ptr(at.align(4), dtype=Int32), cute.make_layout(1))[0] = pair
+                row, column, pair = column, row, transposed_8x8(pair)
+            if row < rows and column < columns:
+                at = target + (Int64(row) * self.dq.stride[-3] + column)
+                cute.make_tensor(cute.recast_ptr(at.align(4), dtype=Int32), cute.make_layout(1))[0] = pair
 
 
 @cute.jit
