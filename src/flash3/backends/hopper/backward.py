@@ -49,7 +49,7 @@ from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_schedule import KeyDispatcher, KeyFollower
 from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, DqTime, Split
 from .dq import HandOver, RegisterReduction, Sender, send_all
-from .dq_sum import FIRST_CLOSER, Closer, Gate, GatedReduction, GateMemory, close_all, gate_memory, init_gate, keep_gate
+from .dq_sum import FIRST_CLOSER, Closer, Closing, Gate, GatedReduction, GateMemory, close_all, gate_memory, init_gate, keep_gate
 from .extents import extent_of
 from .fragments import LANES_PER_ROW
 from .masking import bounds_of
@@ -291,7 +291,7 @@ class BackwardKernel:
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
             box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS)
-        if const_expr(tiles.has_gate):
+        if const_expr(tiles.has_closers):
             init_gate(buffers.gate, thread)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -311,6 +311,7 @@ class BackwardKernel:
             if const_expr(tiles.has_gate):
                 if warp_number == 1:
                     self.keep_gate(ops, buffers.gate, thread % 32)
+            if const_expr(tiles.has_closers):
                 if warp_number >= FIRST_CLOSER:
                     self.close_blocks(ops, buffers.gate, warp_number - FIRST_CLOSER, thread % 32)
         else:
@@ -354,15 +355,18 @@ class BackwardKernel:
     def send_tile(self, ops, buffers, lane):
         tile = self.tile(ops)
         if self.exists(tile):
-            sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, lane, self.turns(ops, tile), self.spec, self.tiles)
+            turns, closing = self.turns(ops, tile), None
+            if const_expr(self.tiles.has_closers):
+                closing = Closing(buffers.gate.box, buffers.gate.closing, lane)
+            sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, lane, turns, closing, self.spec, self.tiles)
             send_all(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
 
     @cute.jit
     def keep_gate(self, ops, memory: GateMemory, lane):
         tile = self.tile(ops)
         if self.exists(tile):
-            m = memory
-            gate = Gate(ops.statistics, m.open, m.added, m.errand, m.box, m.closing, Int32(0), lane, self.tiles)
+            closing = Closing(memory.box, memory.closing, lane)
+            gate = Gate(ops.statistics, memory.open, memory.added, memory.errand, closing, Int32(0), lane, self.tiles)
             heads = Int32(self.spec.heads_per_kv)
             keep_gate(gate, tile.record, self.blocks(ops, tile), heads, tile.q_blocks, self.spec, self.tiles)
 
@@ -477,7 +481,7 @@ class BackwardKernel:
         sP = None
         if tiles.split is Split.ROLES:
             sP = smem.allocate_tensor(Int32, cute.make_layout(tiles.q * tiles.kv // 2), 128)
-        gate = gate_memory(smem, tiles) if tiles.has_gate else None
+        gate = gate_memory(smem, tiles) if tiles.has_closers else None
         return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD, gate)
 
     def place(self, ops: BackwardOperands):

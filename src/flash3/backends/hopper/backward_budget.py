@@ -71,7 +71,7 @@ def smem_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> int:
     if tiles.persistent:
         barriers += 2 * WORK_STAGES
         total += 4 * WORK_WORDS * WORK_STAGES
-    if tiles.has_gate:
+    if tiles.has_closers:
         barriers += 2 + 2 * CLOSINGS
         total += 16 + 4 * CLOSING_WORDS * CLOSINGS
         total = -(-total // 128) * 128 + CONSUMERS * closing_chunks(tiles) * 512
@@ -104,8 +104,8 @@ def problems(spec: BackwardSpec, tiles: BackwardTiles) -> list[str]:
         found.append(f"rings need a stage, and that of dS two, got {tiles.q_stages}, {tiles.do_stages} and {tiles.ds_stages}")
     if tiles.persistent and (spec.is_ragged or by_roles or tiles.has_sender):
         found.append("persistent blocks need sequences of equal lengths, consumers that share keys, and dQ from registers")
-    if tiles.has_gate and (tiles.persistent or tiles.has_sender):
-        found.append("a sum that tiles begin and end needs a block for each tile, and dQ from registers")
+    if tiles.has_closers and (tiles.persistent or tiles.dq_path is DqPath.SHARED):
+        found.append("a sum that tiles begin and end needs a block for each tile, and dQ from registers or in order")
     late = tiles.dq_time is DqTime.LATE
     if late and (by_roles or tiles.has_sender):
         found.append("a late dQ needs consumers that share keys, and dQ from registers")

@@ -69,14 +69,14 @@ class PrepareKernel:
         extent = extent_of(ops.q_arrays, spec.q_layout, batch, z.q_rows)
         first_row = (index - blocklist.first_block(spec.q_layout, ops.q_arrays, batch, z.q_rows, tiles.q)) * tiles.q
         record = head * z.q_blocks + index
-        if const_expr(not tiles.has_gate):
+        if const_expr(not tiles.has_closers):
             self.clear(ops, record, thread)
         partial, coarse, visitors = Float32(0.0), Float32(0.0), Int32(0)
         if first_row < extent.length:
             partial = self.rows(ops, record, head, extent, first_row, thread)
             k = extent_of(ops.k_arrays, spec.k_layout, batch, z.k_rows)
             coarse = self.second_parts(ops, record, head, extent, k, first_row, thread)
-            if const_expr(tiles.has_gate):
+            if const_expr(tiles.has_closers):
                 visitors = self.visitors(ops, extent, k, first_row)
                 if visitors == 0:
                     self.write_zeros(ops, head, extent, first_row, thread)
@@ -191,4 +191,4 @@ class PrepareKernel:
             place = (ops.statistics.iterator + start).align(16)
             tail, counters = (cute.make_tensor(p, cute.make_layout(STATISTICS_TAIL)) for p in (place, cute.recast_ptr(place, dtype=Int32)))
             tail[0], tail[1] = some, share
-            counters[TURN_WORD], counters[COUNTER_WORD] = visitors, Int32(0)
+            counters[TURN_WORD], counters[COUNTER_WORD] = visitors if const_expr(self.tiles.has_gate) else Int32(0), Int32(0)

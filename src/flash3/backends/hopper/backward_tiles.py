@@ -105,13 +105,18 @@ class BackwardTiles:
         return self.dq_path is not DqPath.REGISTERS
 
     @property
-    def has_gate(self) -> bool:
+    def has_closers(self) -> bool:
         return self.dq_sum is DqSum.TILES
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the first tile to come stores; in a deterministic order it is known, and the sender sees to it."""
+        return self.has_closers and not self.has_sender
 
     @property
     def goes_round(self) -> bool:
         """Whether tiles of a head start at different blocks where none has a mask."""
-        return self.dq_path is DqPath.ORDERED or self.has_gate
+        return self.dq_path is DqPath.ORDERED or self.has_closers
 
     @property
     def dq_transposed(self) -> bool:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from .backward_barriers import BackwardBarrierId
 from .backward_order import Turns
 from .backward_tiles import TURN_WORD, BackwardSpec, BackwardTiles, DqPath, statistics_words
-from .bulk import add_release, bulk_reduce_add, load_acquire, reduce_add
+from .bulk import add_release, bulk_reduce_add, bulk_store, load_acquire, reduce_add
 from .queryblocks import QueryBlocks, block_at
 from .roles import WARPGROUP_THREADS
 
@@ -73,6 +73,7 @@ class Sender:
     slots: cute.Tensor  # (half, consumer) in shared memory
     lane: Int32
     turns: Turns
+    closing: object  # DqSum.TILES: Closing
     spec: cutlass.Constexpr[BackwardSpec]
     tiles: cutlass.Constexpr[BackwardTiles]
 
@@ -82,15 +83,36 @@ class Sender:
             cute.arch.barrier_arrive(barrier_id=BackwardBarrierId.SLOT_FREE + w, number_of_threads=HANDOVER_THREADS)
 
     @cute.jit
+    def rank(self, q_block: Int32):
+        """How many tiles add to a block before this one."""
+        tiles = self.tiles
+        return Int32(self.turns.rank(q_block, tiles.q, tiles.kv, self.spec.mask_kind, cutlass.min, cutlass.max))
+
+    @cute.jit
+    def is_last(self, q_block: Int32):
+        tiles = self.tiles
+        visitors = self.turns.visitors(q_block, tiles.q, tiles.kv, self.spec.mask_kind, cutlass.min, cutlass.max)
+        return self.rank(q_block) == visitors - 1
+
+    @cute.jit
     def send(self, record: Int32, q_block: Int32):
-        words, spec, tiles = self.tiles.q * self.spec.qk_width, self.spec, self.tiles
+        words, tiles = self.tiles.q * self.spec.qk_width, self.tiles
+        first = Boolean(False)
         if const_expr(tiles.dq_path is DqPath.ORDERED):
-            rank = self.turns.rank(q_block, tiles.q, tiles.kv, spec.mask_kind, cutlass.min, cutlass.max)
-            wait_for(self.counter(record), Int32(rank))
+            rank = self.rank(q_block)
+            wait_for(self.counter(record), rank)
+            first = rank == 0
         for w in cutlass.range_constexpr(self.tiles.consumers):
             cute.arch.barrier(barrier_id=BackwardBarrierId.SLOT_FULL + w, number_of_threads=HANDOVER_THREADS)
             if self.lane == 0:
-                bulk_reduce_add(half_of(self.sum, record, w, words), self.slots[None, w].iterator, 2 * words)
+                target, source = half_of(self.sum, record, w, words), self.slots[None, w].iterator
+                if const_expr(tiles.has_closers):
+                    if first:
+                        bulk_store(target, source, 2 * words)
+                    else:
+                        bulk_reduce_add(target, source, 2 * words)
+                else:
+                    bulk_reduce_add(target, source, 2 * words)
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -126,4 +148,9 @@ def send_all(sender: Sender, record: Int32, blocks: QueryBlocks, heads: Int32, q
             if head * count + i + 1 < heads * count:
                 sender.free()
             sender.pass_turn(record + head * q_blocks + q_block)
+            if const_expr(sender.tiles.has_closers):
+                if sender.is_last(q_block):
+                    sender.closing.send(head, q_block)
+    if const_expr(sender.tiles.has_closers):
+        sender.closing.end()
     return sender

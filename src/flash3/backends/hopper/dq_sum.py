@@ -110,6 +110,27 @@ class GatedReduction:
 
 
 @dataclass
+class Closing:
+    """Finished blocks on their way to the closers. A warp."""
+
+    box: cute.Tensor
+    producer: pipeline.PipelineProducer
+    lane: Int32
+
+    @cute.jit
+    def send(self, head: Int32, q_block: Int32):
+        slot = self.producer.acquire_and_advance()
+        if self.lane == 0:
+            self.box[0, slot.index], self.box[1, slot.index] = head, q_block
+        cute.arch.sync_warp()
+        slot.commit()
+
+    @cute.jit
+    def end(self):
+        self.send(Int32(-1), Int32(0))
+
+
+@dataclass
 class Gate:
     """What one tile does at a block of queries."""
 
@@ -117,8 +138,7 @@ class Gate:
     open: cute.Pointer
     added: cute.Pointer
     errand: cute.Tensor
-    box: cute.Tensor
-    closing: pipeline.PipelineProducer
+    closing: Closing
     phase: Int32
     lane: Int32
     tiles: cutlass.Constexpr[BackwardTiles]
@@ -168,14 +188,6 @@ class Gate:
             left = cute.arch.atomic_add(self.word(record), less, sem="acq_rel", scope="gpu") & LEFT
         return cute.arch.shuffle_sync(left, 0) == 1
 
-    @cute.jit
-    def close(self, head: Int32, q_block: Int32):
-        slot = self.closing.acquire_and_advance()
-        if self.lane == 0:
-            self.box[0, slot.index], self.box[1, slot.index] = head, q_block
-        cute.arch.sync_warp()
-        slot.commit()
-
 
 @cute.jit
 def keep_gate(
@@ -200,8 +212,8 @@ def keep_gate(
                 found = gate.take(at)  # before the fence, which takes as long
             if gate.count_off(errand, here):
                 head = i // count
-                gate.close(head, here - record - head * q_blocks)
-    gate.close(Int32(-1), Int32(0))
+                gate.closing.send(head, here - record - head * q_blocks)
+    gate.closing.end()
     return gate
 
 

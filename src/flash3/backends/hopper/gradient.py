@@ -51,7 +51,7 @@ class Gradient:
             sizes = BackwardSizes(mQ.shape[-3], mK.shape[-3], batch, kv_heads, blocks)
             return sequence_arrays(q_arrays), sequence_arrays(k_arrays), sizes, self.mask_numbers(numbers)
 
-        own_dq = mdQ if const_expr(tiles.has_gate) else None
+        own_dq = mdQ if const_expr(tiles.has_closers) else None
         scales = numbers.scale_log2, numbers.tanh_scale
         before = RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mSum, own_dq, *sides(), *scales)
         PrepareKernel(spec, tiles).launch(before, blocks, heads, stream)
@@ -59,7 +59,7 @@ class Gradient:
         main = BackwardOperands(*loads, *self.stores(mdK, mdV), mStatistics, mSum, own_dq, *sides(), numbers.scale, *scales)
         key_tiles = blocklist.num_blocks(spec.k_layout, mK.shape[-3], batch, tiles.kv)
         BackwardKernel(spec, tiles).launch(main, key_tiles, kv_heads, numbers.multiprocessors, stream)
-        if const_expr(not tiles.has_gate):
+        if const_expr(not tiles.has_closers):
             q_side, _, sizes, _ = sides()
             FinishKernel(spec, tiles).launch(FinishOperands(mdQ, mSum, q_side, sizes, numbers.scale), blocks, heads, stream)
 
