@@ -1,7 +1,7 @@
 """The backward kernel's protocol as a small model: roles × pipes × named barriers (machine.py searches it).
 
-roles       the producer warp, the sender warp or the gate and a closer where there are such, and one actor for each consumer (its four warps
-            go in step)
+roles       the producer warp, the sender warp or the gate and a closer where there are such, and one actor for each consumer (its four
+            warps go in step)
 pipes       q, do, k and v with the arrivals and the parities of the kernel; V in two halves, since each consumer overwrites its own
 matmul      reads its operands from its issue until the wait that covers it
 buffers     dS a half of each consumer and stage, P, and the halves of dQ: written at once, read from the issue of what reads them

@@ -1,7 +1,7 @@
 """Key tiles at a float32 sum of dQ that they begin and end themselves: every order of their steps, for every walk of a few tiles.
 
-A tile's steps at a block are those of dq_sum.keep_gate: take the block's word, wait where another has taken it and has not stored, touch the
-sum, count off. The model has no cache: what a step does, everyone sees.
+A tile's steps at a block are those of dq_sum.keep_gate: take the block's word, wait where another has taken it and has not stored, touch
+the sum, count off. The model has no cache: what a step does, everyone sees.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .machine import Violation, require, search
 
 pytest.importorskip("cutlass")
 
-from flash3.backends.hopper.dq_sum import LEFT, STORED, TAKEN  # noqa: E402
+from flash3.backends.hopper.dq_sum import LEFT, STORED, TAKEN
 
 NEW, MARKED, INSIDE = range(3)
 """Where a tile stands at its block: not yet there, it has taken the word, its share is in the sum."""
@@ -83,7 +83,10 @@ def test_two_tiles_on_any_walks() -> None:
         Tiles((a, b)).check()
 
 
-@pytest.mark.parametrize("walks", [((0, 1), (1, 0), (0, 1)), ((0, 1, 2), (1, 2, 0), (2, 0, 1)), ((0, 1, 2), (1, 2), (2,)), ((0,),) * 4], ids=str)
+THREE = ((0, 1), (1, 0), (0, 1)), ((0, 1, 2), (1, 2, 0), (2, 0, 1)), ((0, 1, 2), (1, 2), (2,))
+
+
+@pytest.mark.parametrize("walks", [*THREE, ((0,),) * 4], ids=str)
 def test_more_tiles(walks: tuple[tuple[int, ...], ...]) -> None:
     Tiles(walks).check()
 

@@ -126,7 +126,8 @@ class BackwardTiles:
 
 STATISTICS_TAIL = 4
 """32-bit words behind the L of a block's rows: whether some of them have a second part, the block's share of the sink's gradient, how many
-key tiles have added to the block's dQ (DqPath.ORDERED) or are still to come (dq_sum.py), and in the first record the counter of backward_schedule."""
+key tiles have added to the block's dQ (DqPath.ORDERED) or are still to come (dq_sum.py), and in the first record the counter of
+backward_schedule."""
 TURN_WORD, COUNTER_WORD = 2, 3
 """The last two."""
 

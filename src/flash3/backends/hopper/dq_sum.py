@@ -4,8 +4,9 @@ A word of each record (block of queries and head) tells how far its sum is: back
 comes first marks it TAKEN and stores; the others wait until it is STORED, and add. Every one counts itself off once its share is in memory,
 and the last has the sum converted, while it still is in L2.
 
-roles       gate       warp 1 of the producer warpgroup: comes to a block for this tile, tells the consumers what to do with their dQ, counts
-                       them off, and hands the block over to the closers where nobody else will come
+roles       gate       warp 1 of the producer warpgroup: comes to a block for this tile, tells the consumers what to do with their dQ,
+                       counts them off, and hands the block over to the closers where nobody else will come. In a deterministic order
+                       (DqPath.ORDERED) it is known who is first and last, and the sender (dq.py) sees to both
             closers    warps 2 and 3: dQ = scale · sum, in the inputs' dtype and in rows; each the half of one consumer
 
 pipes       cargo                        stages     filled by            emptied by
@@ -13,8 +14,8 @@ open        what to do with this dQ      1          the gate             each co
 closing     a finished block             CLOSINGS   the gate             both closers
 
 Nobody waits in a circle. A tile takes its blocks in the order of its walk, one at a time, and waits only for a tile that took this block
-before it did and has not come so far. That tile in turn waits at an earlier block of its own walk, which it took earlier still: along a chain
-of tiles that wait the moment of taking goes back, and nobody is met twice.
+before it did and has not come so far. That tile in turn waits at an earlier block of its own walk, which it took earlier still: along a
+chain of tiles that wait the moment of taking goes back, and nobody is met twice.
 
 A closer's lane copies the 16 bytes that it will convert itself: its shared memory is an extension of its registers, and nobody else looks.
 """
@@ -285,8 +286,10 @@ class Closer:
 
 
 @cute.jit
-def close_all(closer: Closer, closed: pipeline.PipelineConsumer, box: cute.Tensor, record: Int32, q_blocks: Int32, extent: Extent, first_head: Int32):
-    """What the gate hands over, until it says that there is no more."""
+def close_all(
+    closer: Closer, closed: pipeline.PipelineConsumer, box: cute.Tensor, record: Int32, q_blocks: Int32, extent: Extent, first_head: Int32
+):
+    """What the gate or the sender hands over, until it says that there is no more. record, first_head: as in keep_gate."""
     head = Int32(0)
     while head >= 0:
         slot = closed.wait_and_advance()
