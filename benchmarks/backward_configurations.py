@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flash3.backends.hopper import backward_budget
-from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath, DqSum, DqTime
+from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath, DqTime
 from flash3.backends.hopper.tiles import Turns
 from flash3.mask import MaskKind
 from flash3.problem import DType
@@ -89,30 +89,7 @@ def _ragged() -> None:
     _add("backward_128_causal_left", _spec(128, CAUSAL, k_layout=replace(PADDED_LEFT, batch_index=False), heads_per_kv=4))
 
 
-def _gated() -> None:
-    for name in (
-        *(f"backward_{width}_{mask.value}" for width in (64, 128, 256) for mask in (FULL, CAUSAL, WINDOW)),
-        "backward_128_chunk",
-        "backward_64_full_gqa",
-        "backward_128_causal_gqa",
-        "backward_128_96_causal",
-        "backward_256_192_causal_gqa",
-        *(f"backward_{width}_{mask.value}_deterministic" for width in (64, 128, 256) for mask in (FULL, CAUSAL)),
-        "backward_64_window_deterministic",
-        "backward_128_chunk_deterministic",
-        "backward_128_causal_deterministic_packed",
-        "backward_128_full_packed_gqa",
-        "backward_128_causal_packed_used",
-        "backward_64_window_padded",
-        "backward_128_causal_left",
-        "backward_128_full_softcap",
-    ):
-        spec, tiles = BACKWARD[name]
-        _add(f"{name}_gated", spec, replace(tiles, kv_stages=1, dq_sum=DqSum.TILES))
-
-
 _dense()
 _features()
 _deterministic()
 _ragged()
-_gated()

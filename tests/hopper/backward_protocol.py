@@ -1,7 +1,6 @@
 """The backward kernel's protocol as a small model: roles × pipes × named barriers (machine.py searches it).
 
-roles       the producer warp, the sender warp or the gate and a closer where there are such, and one actor for each consumer (its four
-            warps go in step)
+roles       the producer warp, the sender warp where there is one, and one actor for each consumer (its four warps go in step)
 pipes       q, do, k and v with the arrivals and the parities of the kernel; V in two halves, since each consumer overwrites its own
 matmul      reads its operands from its issue until the wait that covers it
 buffers     dS a half of each consumer and stage, P, and the halves of dQ: written at once, read from the issue of what reads them
@@ -10,7 +9,7 @@ Programs are straight and written by hand after the kernel, method by method: wh
 
 Left out: the producer's wait for its last stages before it leaves (in one block without a cluster nothing shows it missing), numbers,
 registers, fences and the proxies that they order, the way of dQ, dK and dV in global memory, and the turns of a deterministic backward,
-which are plain arithmetic with tests of their own. What tiles do to one another at a sum that they begin and end: test_dq_sum.py.
+which are plain arithmetic with tests of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from flash3.backends.hopper.backward_tiles import Split
 
 from .machine import NOTHING, Machine, Op, Pipe, Program, Variables, require, search
 
-CONSUMERS, CLOSINGS = 2, 2
+CONSUMERS = 2
 GRADIENT = -7
 """What lies in K's and V's place once dK and dV are written there."""
 
@@ -40,9 +39,6 @@ class Fault(enum.Enum):
     P_NOT_AWAITED = "P read without a wait"
     NO_READ_BARRIER = "a late consumer writes dS without waiting for the reader of what lay there"
     NO_LAST_TURN = "the first consumer keeps its last turn"
-    GATE_NOT_AWAITED = "a consumer does not wait for the gate"
-    NEXT_ERRAND_EARLY = "the gate gives the next errand before this one is done"
-    CLOSING_UNREAD = "a closer gives back what it is still reading"
     ARRIVAL_TOO_MANY = "the empty barriers of Q want one arrival too many"
 
 
@@ -55,7 +51,6 @@ class Protocol:
     do_stages: int = 2
     split: Split = Split.KEYS
     sender: bool = False
-    gate: bool = False
     late: bool = False
     turns: bool = False
     fault: Fault | None = None
@@ -66,7 +61,7 @@ class Shared:
 
     def __init__(self, p: Protocol):
         self.variables = v = Variables()
-        for i in range(1 + CONSUMERS + p.sender + 2 * p.gate):
+        for i in range(1 + CONSUMERS + p.sender):
             v.add(f"actor {i}")
         self.q = Pipe(v, "Q", p.q_stages, CONSUMERS + (p.fault is Fault.ARRIVAL_TOO_MANY))
         self.do = Pipe(v, "dO", p.do_stages, CONSUMERS)
@@ -82,12 +77,10 @@ class Shared:
         self.turn = [v.add(f"turn {w}") for w in range(CONSUMERS)]
         self.free = [v.add(f"half {w} free") for w in range(CONSUMERS)]
         self.full = [v.add(f"half {w} full") for w in range(CONSUMERS)]
-        self.open, self.added, self.errand = v.add("gate open"), v.add("dQ added"), v.add("errand", NOTHING)
-        self.closing = Pipe(v, "closing", CLOSINGS, 1)
 
     def barriers(self) -> list[int]:
-        pipes = [self.q, self.do, self.k, *self.v, self.closing]
-        named = [self.scores_done, self.keys_read, self.p_ready, self.open, self.added, *self.free, *self.full, *self.turn]
+        pipes = [self.q, self.do, self.k, *self.v]
+        named = [self.scores_done, self.keys_read, self.p_ready, *self.free, *self.full, *self.turn]
         named += [at for stages in self.written + self.was_read for at in stages]
         return [at for pipe in pipes for at in pipe.full] + named
 
@@ -123,39 +116,6 @@ class Sender(Program):
                 self.groups.append((shared.slots[w],))
             if p.fault is not Fault.SENT_UNREAD:
                 self.wait_groups(0)
-
-
-class Gate(Program):
-    """dq_sum.keep_gate, where this tile is the last one everywhere. Late consumers come once more, before the first block."""
-
-    def __init__(self, p: Protocol, shared: Shared):
-        super().__init__()
-        s, early = shared, 1 if p.late and p.blocks else 0
-        for n in range(p.blocks + early):
-            self.step(Op.PUT, s.errand, n)
-            self.step(Op.ARRIVE, s.open, 1)
-            if p.fault is not Fault.NEXT_ERRAND_EARLY:
-                self.step(Op.WAIT, s.added, n % 2)
-            if n >= early:
-                self.close(s, n - early)
-        self.close(s, p.blocks)
-
-    def close(self, s: Shared, n: int) -> None:
-        self.acquire(s.closing, n)
-        self.step(Op.PUT, s.closing.content[n % CLOSINGS], n)
-        self.step(Op.ARRIVE, s.closing.full[n % CLOSINGS], 1)
-
-
-class Closer(Program):
-    """dq_sum.close_all."""
-
-    def __init__(self, p: Protocol, shared: Shared):
-        super().__init__()
-        for n in range(p.blocks + 1):
-            self.wait(shared.closing, n)
-            self.groups.append((self.read(shared.closing, n),))
-            self.wait_groups(1 if p.fault is Fault.CLOSING_UNREAD else 0)
-            self.release(shared.closing, n)
 
 
 class Consumer(Program):
@@ -214,8 +174,6 @@ class Consumer(Program):
         return self.stage()
 
     def add_dq(self) -> None:
-        if self.p.gate:
-            self.go_through_gate(self.n)
         if not self.p.sender:
             return
         s = self.shared
@@ -224,17 +182,6 @@ class Consumer(Program):
             self.step(Op.WAIT, s.free[self.me], self.n % 2)
         self.step(Op.PUT, s.slots[self.me], self.n)
         self.step(Op.ARRIVE, s.full[self.me], 2)
-
-    def go_through_gate(self, n: int) -> None:
-        """dq_sum.GatedReduction.add."""
-        s = self.shared
-        if self.p.fault is not Fault.GATE_NOT_AWAITED:
-            self.step(Op.WAIT, s.open, n % 2)
-        self.step(Op.READ, s.errand, n)
-        outstanding = len(self.groups)
-        self.groups.insert(0, (s.errand,))
-        self.wait_groups(outstanding)
-        self.step(Op.ARRIVE, s.added, CONSUMERS)
 
     def sync(self, barrier: int, left_out: Fault | None = None) -> None:
         if left_out is None or self.p.fault is not left_out:
@@ -290,7 +237,6 @@ class LateConsumer(Consumer):
         self.groups += [(do,), (q,)]
         self.wait_groups(2)
         self.arrive(self.read_barrier(self.me, self.n - 1))
-        self.add_dq()
         self.wait_groups(0)
         self.give_back()
         if self.n == self.p.blocks - 1:
@@ -316,8 +262,6 @@ class LateConsumer(Consumer):
             self.arrive(self.shared.turn[1])
         self.issue_late_dq(self.n)
         self.wait_groups(0)
-        if self.p.gate:
-            self.go_through_gate(self.n + 1)
         self.sync_named(self.read_barrier(1 - self.me, self.n + 1))
 
 
@@ -393,8 +337,6 @@ def check(p: Protocol, every_order: bool = False) -> int:
     programs: list[Program] = [Producer(p, shared), *(kind(p, shared, me) for me, kind in enumerate(kinds))]
     if p.sender:
         programs.append(Sender(p, shared))
-    if p.gate:
-        programs += [Gate(p, shared), Closer(p, shared)]
     pipes = [shared.q, shared.do, shared.k, *shared.v]
     loads = {at: pipe.full[i] for pipe in pipes for i, at in enumerate(pipe.content)}
     machine = Machine(programs, shared.variables, loads, {})

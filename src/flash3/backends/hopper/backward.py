@@ -11,6 +11,7 @@ shared memory.
 roles       warps      registers      job
 producer    0          24             TMA loads of K, V, Q, dO; bulk loads of L and D beside Q and dO
 sender      1          24             DqPath.SHARED: adds dQ to global memory by bulk reduction
+spare       1 2 3      24             DqPath.REGISTERS: clear dQ's sum for tiles that come later (backward_clear.py)
 consumer i  4(i+1) …   240            Split.KEYS: 64 keys, all five matmuls (backward_consumer.py); Split.ROLES, for widths over 128: the
                                       same 64 keys, P and dV or dS and dK, half of dQ (backward_roles.py)
 
@@ -41,6 +42,7 @@ from cutlass.memory import SmemAllocator
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
 from .backward_barriers import BackwardBarrierId, sync_consumers
+from .backward_clear import FIRST_SPARE_WARP, clear_slice, clears_ahead
 from .backward_consumer import Consumer, LateConsumer, StagedRowsRead, walk_tile
 from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, produce, produce_next
 from .backward_operands import BackwardOperands
@@ -49,7 +51,6 @@ from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_schedule import KeyDispatcher, KeyFollower
 from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, DqTime, Split
 from .dq import HandOver, RegisterReduction, Sender, send_all
-from .dq_sum import FIRST_CLOSER, Closer, Closing, Gate, GatedReduction, GateMemory, close_all, gate_memory, init_gate, keep_gate
 from .extents import extent_of
 from .fragments import LANES_PER_ROW
 from .masking import bounds_of
@@ -71,7 +72,6 @@ class Buffers:
     P: object  # Split.ROLES: P as it lies in registers, words
     L: cute.Tensor  # (words, stage)
     D: cute.Tensor
-    gate: object  # DqSum.TILES: GateMemory
 
 
 class Parts:
@@ -125,9 +125,6 @@ class Parts:
     def dq_path(self):
         words = self.tiles.q * self.spec.qk_width
         thread = self.all_thread % roles.WARPGROUP_THREADS
-        if self.tiles.has_gate:
-            gate = self.buffers.gate
-            return GatedReduction(self.ops.dq_sum, self.me, thread, gate.open, gate.added, gate.errand, Int32(0), words)
         if self.tiles.dq_path is DqPath.REGISTERS:
             return RegisterReduction(self.ops.dq_sum, self.me, thread, words)
         fours = words // 2 // (4 * roles.WARPGROUP_THREADS)
@@ -291,8 +288,6 @@ class BackwardKernel:
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
             box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS)
-        if const_expr(tiles.has_closers):
-            init_gate(buffers.gate, thread)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # for backward_prepare
@@ -308,12 +303,9 @@ class BackwardKernel:
             if const_expr(tiles.has_sender):
                 if warp_number == 1:
                     self.send_tile(ops, buffers, thread % 32)
-            if const_expr(tiles.has_gate):
-                if warp_number == 1:
-                    self.keep_gate(ops, buffers.gate, thread % 32)
-            if const_expr(tiles.has_closers):
-                if warp_number >= FIRST_CLOSER:
-                    self.close_blocks(ops, buffers.gate, warp_number - FIRST_CLOSER, thread % 32)
+            if const_expr(clears_ahead(spec, tiles)):
+                if warp_number >= FIRST_SPARE_WARP:
+                    self.clear_column_ahead(ops, thread - 32 * FIRST_SPARE_WARP)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
@@ -355,30 +347,19 @@ class BackwardKernel:
     def send_tile(self, ops, buffers, lane):
         tile = self.tile(ops)
         if self.exists(tile):
-            turns, closing = self.turns(ops, tile), None
-            if const_expr(self.tiles.has_closers):
-                closing = Closing(buffers.gate.box, buffers.gate.closing, lane)
-            sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, lane, turns, closing, self.spec, self.tiles)
+            sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, lane, self.turns(ops, tile), self.spec, self.tiles)
             send_all(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
 
     @cute.jit
-    def keep_gate(self, ops, memory: GateMemory, lane):
-        tile = self.tile(ops)
-        if self.exists(tile):
-            closing = Closing(memory.box, memory.closing, lane)
-            gate = Gate(ops.statistics, memory.open, memory.added, memory.errand, closing, Int32(0), lane, self.tiles)
-            heads = Int32(self.spec.heads_per_kv)
-            keep_gate(gate, tile.record, self.blocks(ops, tile), heads, tile.q_blocks, self.spec, self.tiles)
-
-    @cute.jit
-    def close_blocks(self, ops, memory: GateMemory, half, lane):
-        tile = self.tile(ops)
-        if self.exists(tile):
-            place = (memory.chunks[None, half].iterator + 4 * lane).align(16)
-            chunks = cute.make_tensor(place, cute.make_layout((4, backward_budget.closing_chunks(self.tiles)), stride=(1, 4 * 32)))
-            closer = Closer(ops.dq_sum, ops.dq, chunks, ops.scale, half, lane, self.spec, self.tiles)
-            first_head = tile.kv_head * self.spec.heads_per_kv
-            close_all(closer, memory.closed, memory.box, tile.record, tile.q_blocks, tile.q, first_head)
+    def clear_column_ahead(self, ops, thread):
+        """thread: among the spare warps."""
+        spec, tiles, z, tile = self.spec, self.tiles, ops.sizes, self.tile(ops)
+        column = tile.kv_head * z.batch + tile.batch + z.columns_ahead
+        kv_head = column // z.batch
+        if kv_head < z.kv_heads:
+            blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + tiles.kv - 1) // tiles.kv
+            record = kv_head * spec.heads_per_kv * z.q_blocks + (column - kv_head * z.batch) * blocks
+            clear_slice(ops.statistics, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, thread, spec, tiles)
 
     @cute.jit
     def consume_tile(self, parts, keys, me: Int32):
@@ -481,8 +462,7 @@ class BackwardKernel:
         sP = None
         if tiles.split is Split.ROLES:
             sP = smem.allocate_tensor(Int32, cute.make_layout(tiles.q * tiles.kv // 2), 128)
-        gate = gate_memory(smem, tiles) if tiles.has_closers else None
-        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD, gate)
+        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD)
 
     def place(self, ops: BackwardOperands):
         """(number among the key tiles of the batch, key head) of this block."""
@@ -525,7 +505,7 @@ class BackwardKernel:
     def blocks(self, ops: BackwardOperands, tile: KeyTile) -> QueryBlocks:
         bounds = bounds_of(ops.mask, tile.q.length, tile.k.length)
         shift = Int32(0)
-        if self.tiles.goes_round:
+        if self.tiles.dq_path is DqPath.ORDERED:
             shift = self.turns(ops, tile).shift(self.spec.mask_kind, cutlass.min)
         b = query_blocks(self.spec, self.tiles, tile.kv_block, tile.q.length, tile.k.length, bounds, cutlass.min, cutlass.max, shift)
         return QueryBlocks(Int32(b.first), Int32(b.left_edge), Int32(b.interior), Int32(b.right_edge), Int32(b.shift))

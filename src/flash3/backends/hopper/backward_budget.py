@@ -13,8 +13,6 @@ WIDTHS = (32, 64, 96, 128, 192, 256)
 NARROW, WIDE, WIDEST = 64, 128, 256
 WORK_WORDS = 4
 """int32 words of the box that carries a tile's number to the consumers, of which one is used."""
-CLOSINGS, CLOSING_WORDS = 4, 2
-"""Blocks of queries that may wait for dq_sum's closers, and the int32 words that name one."""
 BESIDE_ACCUMULATORS = 12
 """Registers that a loop needs besides matmul operands and results."""
 
@@ -26,11 +24,6 @@ def widths_of(head_dim: int, value_dim: int, softcap: bool = False) -> tuple[int
     if max(qk, v) > WIDE:
         return WIDEST, v
     return (qk, v) if max(qk, v) <= NARROW and not softcap else (WIDE, v)
-
-
-def closing_chunks(tiles: BackwardTiles) -> int:
-    """Pieces of the sum, 512 bytes each, on their way to a closer of dq_sum or with it."""
-    return 8 if tiles.split is Split.ROLES else 16
 
 
 def choose(spec: BackwardSpec) -> BackwardTiles:
@@ -71,10 +64,6 @@ def smem_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> int:
     if tiles.persistent:
         barriers += 2 * WORK_STAGES
         total += 4 * WORK_WORDS * WORK_STAGES
-    if tiles.has_closers:
-        barriers += 2 + 2 * CLOSINGS
-        total += 16 + 4 * CLOSING_WORDS * CLOSINGS
-        total = -(-total // 128) * 128 + CONSUMERS * closing_chunks(tiles) * 512
     return total + BARRIER_BYTES * barriers
 
 
@@ -104,8 +93,6 @@ def problems(spec: BackwardSpec, tiles: BackwardTiles) -> list[str]:
         found.append(f"rings need a stage, and that of dS two, got {tiles.q_stages}, {tiles.do_stages} and {tiles.ds_stages}")
     if tiles.persistent and (spec.is_ragged or by_roles or tiles.has_sender):
         found.append("persistent blocks need sequences of equal lengths, consumers that share keys, and dQ from registers")
-    if tiles.has_closers and (tiles.persistent or tiles.dq_path is DqPath.SHARED):
-        found.append("a sum that tiles begin and end needs a block for each tile, and dQ from registers or in order")
     late = tiles.dq_time is DqTime.LATE
     if late and (by_roles or tiles.has_sender):
         found.append("a late dQ needs consumers that share keys, and dQ from registers")

@@ -35,6 +35,7 @@ class BackwardSizes:
     batch: Int32
     kv_heads: Int32
     q_blocks: Int32  # blocks of queries in the batch (blocklist), for each head
+    columns_ahead: Int32  # backward_clear
 
 
 @dataclass
@@ -50,7 +51,6 @@ class RowOperands:
     sink: object  # float32 (heads,) or None
     statistics: cute.Tensor  # float32 (heads · q_blocks, statistics_words)
     dq_sum: cute.Tensor  # float32 (heads · q_blocks, q · qk_width): dQ / scale, in the order of the matmul's registers
-    dq: object  # like q where the kernel writes some of it, or None
     q_arrays: SequenceArrays
     k_arrays: SequenceArrays
     sizes: BackwardSizes
@@ -82,7 +82,6 @@ class BackwardOperands:
     dv: cpasync.TmaInfo
     statistics: cute.Tensor
     dq_sum: cute.Tensor
-    dq: object  # like q where tiles convert the sum, or None
     q_arrays: SequenceArrays
     k_arrays: SequenceArrays
     sizes: BackwardSizes

@@ -51,13 +51,6 @@ class Turns:
         _, size, member = self.group(minimum)
         return member * self.num_q_blocks // size
 
-    def visitors(self, q_block: Any, q: int, kv: int, kind: MaskKind, minimum: Any = min, maximum: Any = max) -> Any:
-        """How many tiles add to a query block."""
-        if kind is MaskKind.FULL:
-            return self.num_kv_blocks
-        found = mask.key_blocks(q_block * q, q_block * q + (q - 1), self.k_len, kv, self.bounds, kind, minimum, maximum)
-        return found.end - found.begin
-
     def rank(self, q_block: Any, q: int, kv: int, kind: MaskKind, minimum: Any = min, maximum: Any = max) -> Any:
         """How many tiles add to a query block before this one."""
         first, size, member = self.group(minimum)

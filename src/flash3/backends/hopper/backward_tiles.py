@@ -24,13 +24,6 @@ class DqPath(enum.Enum):
     ORDERED = "ordered"  # so, and the sender waits for its turn (backward_order): the same bits every time
 
 
-class DqSum(enum.Enum):
-    """Who begins and ends the float32 sum of dQ."""
-
-    KERNELS = "kernels"  # backward_prepare clears it, backward_finish converts it
-    TILES = "tiles"  # the first key tile stores, the last one has it converted (dq_sum.py)
-
-
 class DqTime(enum.Enum):
     """When a block's dQ is computed."""
 
@@ -84,7 +77,6 @@ class BackwardTiles:
     kv_stages: int = 1
     dq_path: DqPath = DqPath.REGISTERS
     dq_time: DqTime = DqTime.AT_ONCE
-    dq_sum: DqSum = DqSum.KERNELS
     turns: Turns = Turns.FREE
     split: Split = Split.KEYS
 
@@ -105,20 +97,6 @@ class BackwardTiles:
         return self.dq_path is not DqPath.REGISTERS
 
     @property
-    def has_closers(self) -> bool:
-        return self.dq_sum is DqSum.TILES
-
-    @property
-    def has_gate(self) -> bool:
-        """Whether the first tile to come stores; in a deterministic order it is known, and the sender sees to it."""
-        return self.has_closers and not self.has_sender
-
-    @property
-    def goes_round(self) -> bool:
-        """Whether tiles of a head start at different blocks where none has a mask."""
-        return self.dq_path is DqPath.ORDERED or self.has_closers
-
-    @property
     def dq_transposed(self) -> bool:
         """Whether the consumers share dQ by columns, as dQᵀ = Kᵀ·dSᵀ, and not by rows: 64 queries are rows for one of them only."""
         return self.split is Split.KEYS and self.q == KEYS_PER_CONSUMER
@@ -126,8 +104,7 @@ class BackwardTiles:
 
 STATISTICS_TAIL = 4
 """32-bit words behind the L of a block's rows: whether some of them have a second part, the block's share of the sink's gradient, how many
-key tiles have added to the block's dQ (DqPath.ORDERED) or are still to come (dq_sum.py), and in the first record the counter of
-backward_schedule."""
+key tiles have added to the block's dQ (DqPath.ORDERED), and in the first record the counter of backward_schedule."""
 TURN_WORD, COUNTER_WORD = 2, 3
 """The last two."""
 

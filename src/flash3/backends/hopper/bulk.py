@@ -42,30 +42,6 @@ def reduce_add(target: cute.Pointer, values: cute.Tensor):
 
 
 @cute.jit
-def store_or_add(target: cute.Pointer, values: cute.Tensor, errand: Int32):
-    """Four float32, 16-byte aligned, in global memory: += them with errand 0, = them with 1, else nothing. Not a branch, so that matmuls
-    may be on their way meanwhile."""
-    cute.arch.inline_ptx(
-        "{ .reg .pred store, add; setp.eq.s32 add, {$r5}, 0; setp.eq.s32 store, {$r5}, 1;"
-        " @store st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
-        " @add red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}; }",
-        read_only_args=[target.toint(), values[0], values[1], values[2], values[3], errand],
-    )
-
-
-@cute.jit
-def copy_async(target: cute.Pointer, source: cute.Pointer):
-    """16 aligned bytes, global → shared memory, past L1, in the thread's current group of copies."""
-    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target.toint(), source.toint()])
-
-
-@cute.jit
-def transposed_8x8(pair: Int32):
-    """A warp's 8 × 8 matrix of 16-bit numbers, lane l with (row l/4, columns 2·(l mod 4) + {0, 1}), transposed."""
-    return cute.arch.inline_ptx("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[pair])
-
-
-@cute.jit
 def load_acquire(source: cute.Pointer):
     """An int32 in global memory that other blocks change."""
     return cute.arch.inline_ptx("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[source.toint()])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from .backward_barriers import BackwardBarrierId
 from .backward_order import Turns
@@ -73,7 +73,6 @@ class Sender:
     slots: cute.Tensor  # (half, consumer) in shared memory
     lane: Int32
     turns: Turns
-    closing: object  # DqSum.TILES: Closing
     spec: cutlass.Constexpr[BackwardSpec]
     tiles: cutlass.Constexpr[BackwardTiles]
 
@@ -83,34 +82,18 @@ class Sender:
             cute.arch.barrier_arrive(barrier_id=BackwardBarrierId.SLOT_FREE + w, number_of_threads=HANDOVER_THREADS)
 
     @cute.jit
-    def rank(self, q_block: Int32):
-        """How many tiles add to a block before this one."""
-        tiles = self.tiles
-        return Int32(self.turns.rank(q_block, tiles.q, tiles.kv, self.spec.mask_kind, cutlass.min, cutlass.max))
-
-    @cute.jit
-    def is_last(self, q_block: Int32):
-        tiles = self.tiles
-        visitors = self.turns.visitors(q_block, tiles.q, tiles.kv, self.spec.mask_kind, cutlass.min, cutlass.max)
-        return self.rank(q_block) == visitors - 1
-
-    @cute.jit
     def send(self, record: Int32, q_block: Int32):
-        words, tiles = self.tiles.q * self.spec.qk_width, self.tiles
-        first = Boolean(False)
+        words, spec, tiles = self.tiles.q * self.spec.qk_width, self.spec, self.tiles
+        rank = Int32(1)
         if const_expr(tiles.dq_path is DqPath.ORDERED):
-            rank = self.rank(q_block)
+            rank = Int32(self.turns.rank(q_block, tiles.q, tiles.kv, spec.mask_kind, cutlass.min, cutlass.max))
             wait_for(self.counter(record), rank)
-            first = rank == 0
         for w in cutlass.range_constexpr(self.tiles.consumers):
             cute.arch.barrier(barrier_id=BackwardBarrierId.SLOT_FULL + w, number_of_threads=HANDOVER_THREADS)
             if self.lane == 0:
                 target, source = half_of(self.sum, record, w, words), self.slots[None, w].iterator
-                if const_expr(tiles.has_closers):
-                    if first:
-                        bulk_store(target, source, 2 * words)
-                    else:
-                        bulk_reduce_add(target, source, 2 * words)
+                if rank == 0:  # nobody has cleared it
+                    bulk_store(target, source, 2 * words)
                 else:
                     bulk_reduce_add(target, source, 2 * words)
         cute.arch.cp_async_bulk_commit_group()
@@ -148,9 +131,4 @@ def send_all(sender: Sender, record: Int32, blocks: QueryBlocks, heads: Int32, q
             if head * count + i + 1 < heads * count:
                 sender.free()
             sender.pass_turn(record + head * q_blocks + q_block)
-            if const_expr(sender.tiles.has_closers):
-                if sender.is_last(q_block):
-                    sender.closing.send(head, q_block)
-    if const_expr(sender.tiles.has_closers):
-        sender.closing.end()
     return sender

@@ -1,11 +1,13 @@
 """The whole backward as one host function: prepare, the main kernel, finish, in a row on one stream."""
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from ...sequences import SequenceKind
 from . import backward_storage, blocklist, storage
 from .backward import BackwardKernel
+from .backward_clear import columns_ahead
 from .backward_finish import FinishKernel
 from .backward_operands import BackwardNumbers, BackwardOperands, BackwardSizes, FinishOperands, RowOperands
 from .backward_prepare import PrepareKernel
@@ -46,22 +48,22 @@ class Gradient:
         batch = self.batch(mQ, mK, q_arrays, k_arrays)
         blocks = blocklist.num_blocks(spec.q_layout, mQ.shape[-3], batch, tiles.q)
 
+        ahead = columns_ahead((mK.shape[-3] + tiles.kv - 1) // tiles.kv, numbers.multiprocessors, cutlass.max)
+
         def sides():
             """A kernel that is traced rebinds what it is given: each one gets its own."""
-            sizes = BackwardSizes(mQ.shape[-3], mK.shape[-3], batch, kv_heads, blocks)
+            sizes = BackwardSizes(mQ.shape[-3], mK.shape[-3], batch, kv_heads, blocks, ahead)
             return sequence_arrays(q_arrays), sequence_arrays(k_arrays), sizes, self.mask_numbers(numbers)
 
-        own_dq = mdQ if const_expr(tiles.has_closers) else None
         scales = numbers.scale_log2, numbers.tanh_scale
-        before = RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mSum, own_dq, *sides(), *scales)
+        before = RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mSum, *sides(), *scales)
         PrepareKernel(spec, tiles).launch(before, blocks, heads, stream)
         loads = self.loads(mQ, mK, mV, mdO)
-        main = BackwardOperands(*loads, *self.stores(mdK, mdV), mStatistics, mSum, own_dq, *sides(), numbers.scale, *scales)
+        main = BackwardOperands(*loads, *self.stores(mdK, mdV), mStatistics, mSum, *sides(), numbers.scale, *scales)
         key_tiles = blocklist.num_blocks(spec.k_layout, mK.shape[-3], batch, tiles.kv)
         BackwardKernel(spec, tiles).launch(main, key_tiles, kv_heads, numbers.multiprocessors, stream)
-        if const_expr(not tiles.has_closers):
-            q_side, _, sizes, _ = sides()
-            FinishKernel(spec, tiles).launch(FinishOperands(mdQ, mSum, q_side, sizes, numbers.scale), blocks, heads, stream)
+        q_side, _, sizes, _ = sides()
+        FinishKernel(spec, tiles).launch(FinishOperands(mdQ, mSum, q_side, sizes, numbers.scale), blocks, heads, stream)
 
     def mask_numbers(self, n: BackwardNumbers) -> MaskNumbers:
         return MaskNumbers(n.left, n.right, n.chunk, n.q_offset, n.k_offset, n.bottom_right)
