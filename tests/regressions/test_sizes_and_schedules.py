@@ -58,6 +58,26 @@ def test_another_stream():
         assert torch.equal(out, wanted)
 
 
+@pytest.mark.gpu
+def test_another_gpu():
+    """A call on tensors of a GPU that is not the current one, and one on the current one, from the same process."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    for dim in (64, 128):
+        q = random(2, 300, 4, dim)
+        results = []
+        for index in (0, 1, 0):
+            there = q.to(f"cuda:{index}").requires_grad_()
+            out = flash3.attention(there, there, there, mask=Mask(causal=True))
+            (grad,) = torch.autograd.grad(out.float().square().sum(), there)
+            assert out.device == grad.device == there.device
+            results.append((out.cpu(), grad.cpu()))
+        assert torch.cuda.current_device() == 0
+        for out, grad in results[1:]:
+            assert torch.equal(out, results[0][0])
+            torch.testing.assert_close(grad, results[0][1], rtol=2e-2, atol=2e-2)
+
+
 def test_integer_lengths_with_a_page_table(device):
     """Row 28, FA PR#1795: cache_seqlens as an int beside a page table."""
     q, k, v = random(2, 3, 4, 64, device=device), random(8, 16, 2, 64, device=device, seed=1), random(8, 16, 2, 64, device=device, seed=2)
@@ -110,6 +130,29 @@ def test_millions_of_keys(device, k_len):
     torch.testing.assert_close(out[0, :, :, 0].T.double().cpu(), (new - exact).exp(), rtol=1e-2, atol=1e-3)
     window, _ = flash_attn_func(q, k, v, softmax_scale=0.0, window_size=(0, 0), return_attn_probs=True)
     assert (window[..., 0] == 1).all()  # its own key alone, at the far end
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    """Tensors of 2³¹ elements and more: addresses have 64 bits, forward and backward. A window keeps the work small; the last rows and the
+    first are held against calls of their own."""
+    rows, part, window = (1 << 22) + 64, 1000, 200
+    q, k, v = (torch.randn(1, rows, 8, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
+    assert q.numel() > 1 << 31
+    mask = Mask(causal=True, left=window)
+    out = flash3.attention(q, k, v, mask=mask)
+    d_out = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), d_out)
+
+    last = [q[:, -part:], *(t[:, -part - window :] for t in (k, v))]
+    own = [t.detach().clone().requires_grad_() for t in last]
+    own_out = flash3.attention(*own, mask=mask)
+    own_grads = torch.autograd.grad(own_out, own, d_out[:, -part:])
+    torch.testing.assert_close(out[:, -part:], own_out, rtol=2e-2, atol=1e-2)
+    for whole, alone in zip(grads, own_grads, strict=True):
+        torch.testing.assert_close(whole[:, -part:], alone[:, -part:], rtol=2e-2, atol=2e-2)
+    first = flash3.attention(*(t[:, :part].detach() for t in (q, k, v)), mask=mask)
+    torch.testing.assert_close(out[:, :part], first, rtol=2e-2, atol=1e-2)
 
 
 def test_batches_beyond_65535(device):
