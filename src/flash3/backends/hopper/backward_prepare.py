@@ -39,9 +39,7 @@ def lanes_per_row(spec: BackwardSpec) -> int:
     return 1 << (spec.v_width // PIECE - 1).bit_length()
 
 
-def zeros_of(
-    ops: RowOperands, head: Int32, batch: Int32, q: Extent, k: Extent, first_row: Int32, spec: BackwardSpec, tiles: BackwardTiles
-):
+def zeros_of(ops: RowOperands, head: Int32, batch: Int32, q: Extent, k: Extent, first_row: Int32, spec: BackwardSpec, tiles: BackwardTiles):
     """Whether this kernel clears a block's part of dQ's sum, and the record's counter."""
     z = ops.sizes
     if clears_ahead(spec, tiles):
@@ -101,7 +99,7 @@ class PrepareKernel:
         self, ops: RowOperands, record: Int32, head: Int32, extent: Extent, first_row: Int32, totals: cute.Tensor, lse: cute.Tensor,
         thread: Int32,
     ):  # fmt: skip
-        """L₂ and D of every row, L₂ also into shared memory (0 where there is none). The answer: this thread's share of the sink's gradient.
+        """L₂ and D of every row, L₂ also into shared memory (0 where there is none). The answer: a share of the sink's gradient.
 
         All loads are on their way at once: L and dL of a row are read by another thread than O and dO, into whose sum they go.
         """
