@@ -41,7 +41,7 @@ def test_the_list_covers_every_choice() -> None:
     ("name", "change", "word"),
     [
         ("backward_128_full", {"q": 128, "kv_stages": 1}, "registers"),
-        ("backward_128_full", {"q_stages": 3}, "shared memory"),
+        ("backward_128_full", {"q_stages": 3, "kv_stages": 2}, "shared memory"),
         ("backward_128_full", {"q": 96}, "q must be"),
         ("backward_128_full", {"kv": 64}, "kv must be"),
         ("backward_64_full", {"q": 64}, "width 128"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...mask import MaskKind
 from . import roles
 from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, DqTime, Split
 from .budget import ALIGNMENT_BYTES, BARRIER_BYTES, SMEM_PER_BLOCK_BYTES, WORK_STAGES
@@ -32,10 +31,7 @@ def choose(spec: BackwardSpec) -> BackwardTiles:
     if spec.qk_width == WIDEST:
         stages = 1 if spec.deterministic else 2  # the float32 dQ takes 64 KB
         return BackwardTiles(q=64, kv=KEYS_PER_CONSUMER, split=Split.ROLES, dq_path=path, q_stages=stages, do_stages=stages)
-    # Measured (docs/performance.md): with a mask, or at width 64, where two consumers have no registers for what a persistent block must
-    # remember, a block for each tile is faster.
-    persistent = spec.qk_width == WIDE and spec.mask_kind is MaskKind.FULL and not spec.deterministic and not spec.is_ragged
-    return BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path, kv_stages=2 if persistent else 1)
+    return BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path)
 
 
 def tile_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> dict[str, int]:
