@@ -71,10 +71,9 @@ def test_what_does_not_fit_is_named(name: str, change: dict[str, Any], word: str
 )
 def test_turns_are_for_long_walks(width: int, mask: MaskKind, heads: int, in_turn_from: int) -> None:
     spec = BackwardSpec(qk_width=width, v_width=width, mask_kind=mask, heads_per_kv=heads)
-    short, long = (backward_budget.choose(spec, n) for n in (in_turn_from - 128, in_turn_from))
-    assert (short.order, long.order) == (Order.TOGETHER, Order.IN_TURN)
-    assert short.persistent
-    assert long.persistent == (width == 128)
+    short, long, longer = (backward_budget.choose(spec, n) for n in (in_turn_from - 128, in_turn_from, 4 * in_turn_from))
+    assert (short.order, long.order, longer.order) == (Order.TOGETHER, Order.IN_TURN, Order.IN_TURN)
+    assert (short.persistent, long.persistent, longer.persistent) == ((True, False, False) if width == 64 else (False, False, True))
 
 
 def test_widths_that_no_kernel_has() -> None:

@@ -11,6 +11,7 @@ shared memory.
 roles       warps      registers      job
 producer    0          24             TMA loads of K, V, Q, dO; bulk loads of L and D beside Q and dO
 sender      1          24             DqPath.SHARED: adds dQ to global memory by bulk reduction
+spare       1 2 3      24             DqPath.REGISTERS: clear dQ's sum for tiles that come later (backward_clear.py)
 consumer i  4(i+1) …   240            Split.KEYS: 64 keys, all five matmuls (backward_consumer.py); Split.ROLES, for widths over 128: the
                                       same 64 keys, P and dV or dS and dK, half of dQ (backward_roles.py)
 
@@ -44,6 +45,7 @@ from cutlass.memory import SmemAllocator
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
 from .backward_barriers import BackwardBarrierId, sync_consumers
+from .backward_clear import FIRST_SPARE_WARP, clear_slice, clears_ahead
 from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
 from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, produce, produce_next
 from .backward_operands import BackwardOperands
@@ -308,6 +310,9 @@ class BackwardKernel:
             if const_expr(tiles.has_sender):
                 if warp_number == 1:
                     self.send_tile(ops, buffers, thread % 32)
+            if const_expr(clears_ahead(spec, tiles)):
+                if warp_number >= FIRST_SPARE_WARP:
+                    self.clear_column_ahead(ops, thread - 32 * FIRST_SPARE_WARP)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
@@ -351,6 +356,17 @@ class BackwardKernel:
         if self.exists(tile):
             sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, lane, self.turns(ops, tile), self.spec, self.tiles)
             send_all(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
+
+    @cute.jit
+    def clear_column_ahead(self, ops, thread):
+        """thread: among the spare warps."""
+        spec, tiles, z, tile = self.spec, self.tiles, ops.sizes, self.tile(ops)
+        column = tile.kv_head * z.batch + tile.batch + z.columns_ahead
+        kv_head = column // z.batch
+        if kv_head < z.kv_heads:
+            blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + tiles.kv - 1) // tiles.kv
+            record = kv_head * spec.heads_per_kv * z.q_blocks + (column - kv_head * z.batch) * blocks
+            clear_slice(ops.statistics, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, thread, spec, tiles)
 
     @cute.jit
     def consume_tile(self, parts, keys, me: Int32):

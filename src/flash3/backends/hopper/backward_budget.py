@@ -16,6 +16,8 @@ WORK_WORDS = 4
 """int32 words of the box that carries a tile's number to the consumers, of which one is used."""
 IN_TURN_FROM = 16
 """Blocks of queries in the mean walk of a tile, over all heads: the first and the last turns, in which one consumer waits, must pay."""
+PERSISTENT_FROM = 64
+"""The same, for persistent blocks of width 128."""
 BLOCK_STAGES = 2
 """Split.KEYS: of Q, dO and dS, which go together: one place in the ring for all three, and 2, so that its number is dS's parity too."""
 BESIDE_ACCUMULATORS = 12
@@ -43,8 +45,12 @@ def choose(spec: BackwardSpec, q_len: int) -> BackwardTiles:
         return tiles
     walk = q_len * spec.heads_per_kv // tiles.q // (2 if spec.mask_kind is MaskKind.CAUSAL else 1)
     in_turn = walk >= IN_TURN_FROM and not spec.softcap
-    # At width 64 turns leave no register for what a persistent block must remember.
-    persistent = not spec.is_ragged and not (in_turn and spec.qk_width < WIDE)
+    if spec.is_ragged:
+        persistent = False
+    elif spec.qk_width < WIDE:  # turns leave no register for what a persistent block must remember
+        persistent = not in_turn
+    else:  # its float32 sum of dQ is cleared before, not beside (backward_clear): only long calls pay for that
+        persistent = walk >= PERSISTENT_FROM
     return replace(tiles, order=Order.IN_TURN if in_turn else Order.TOGETHER, kv_stages=2 if persistent else 1)
 
 
