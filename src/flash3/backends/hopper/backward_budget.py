@@ -41,10 +41,10 @@ def choose(spec: BackwardSpec, q_len: int) -> BackwardTiles:
         stages = 1 if spec.deterministic else 2  # the float32 dQ takes 64 KB
         return BackwardTiles(q=64, kv=KEYS_PER_CONSUMER, split=Split.ROLES, dq_path=path, q_stages=stages, do_stages=stages)
     tiles = BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path)
-    if spec.deterministic or spec.mask_kind not in (MaskKind.FULL, MaskKind.CAUSAL):
+    if spec.deterministic or spec.softcap or spec.mask_kind not in (MaskKind.FULL, MaskKind.CAUSAL):
         return tiles
     walk = q_len * spec.heads_per_kv // tiles.q // (2 if spec.mask_kind is MaskKind.CAUSAL else 1)
-    in_turn = walk >= IN_TURN_FROM and not spec.softcap
+    in_turn = walk >= IN_TURN_FROM
     if spec.is_ragged:
         persistent = False
     elif spec.qk_width < WIDE:  # turns leave no register for what a persistent block must remember
