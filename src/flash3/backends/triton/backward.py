@@ -20,6 +20,8 @@ from .blocks import LOG2_E, extent_of, load_block, load_by_pointers, row_offsets
 from .forward import NUMBERS, scores
 from .masking import Bounds, blocks_of_keys, blocks_of_queries, seen_by, settled, step, walk
 
+import os
+EARLY = tl.constexpr(int(os.environ.get("EARLY", "0")))
 SAME_LSE = tl.constexpr(2.0**-20)
 """How far two float32 LSEs of the same row may be apart, relatively: their rounding, and that of the scores by another order of sums."""
 
@@ -130,6 +132,22 @@ def through_softcap(dS, S, SPEC: tl.constexpr):
 
 
 @triton.jit
+def load_statistics(stats, at, exists, CUT: tl.constexpr):
+    """row_max, log_sum and delta of rows by one load. (By three, every warp would copy all of them, four bytes at a time.)"""
+    part = tl.arange(0, 4)
+    pointers = stats.start + (tl.minimum(part, 2).to(tl.int64) * stats.part_stride)[:, None] + at[None, :]
+    if CUT:
+        nothing = tl.where(part == 1, float("inf"), 0.0)[:, None] + tl.zeros_like(at).to(tl.float32)[None, :]
+        found = tl.load(pointers, mask=exists[None, :], other=nothing)
+    else:
+        found = tl.load(pointers)
+    even, odd = tl.split(tl.reshape(tl.trans(found), (found.shape[1], 2, 2)))
+    row_max, delta = tl.split(even)
+    log_sum, _ = tl.split(odd)
+    return row_max, log_sum, delta
+
+
+@triton.jit
 def gather_dkdv(
     state,
     k,
@@ -164,26 +182,23 @@ def gather_dkdv(
         rows = first + tl.arange(0, SPEC.queries.block)
         at = row_offsets(stats, own_q, rows, head)
         exists = rows < own_q.length
-        Q = load_block(q, q_tma, at_q, own_q, head, first, exists, QUERIES, CUT)
-        S = tl.dot(k, tl.trans(Q), input_precision=SPEC.precision)
-        if SPEC.softcap:
-            S = tanh(S * scales.capped)
-        if CUT:
-            row_max = tl.load(stats.start + at, mask=exists, other=0.0)
-            log_sum = tl.load(stats.log_sum + at, mask=exists, other=float("inf"))
-            delta = tl.load(stats.delta + at, mask=exists, other=0.0)
-        else:
-            row_max = tl.load(stats.start + at)
-            log_sum = tl.load(stats.log_sum + at)
-            delta = tl.load(stats.delta + at)
-        P = tl.exp2((S - row_max[None, :]) * scales.per_score - log_sum[None, :])
         if MASKED:
             begin, end = seen_by(rows, k_len, bounds, SPEC)
-            P = tl.where((keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :]), P, 0.0)
             exists = exists & (begin < end)  # whatever the gradient of a row without keys holds, it does not count
+        Q = load_block(q, q_tma, at_q, own_q, head, first, exists, QUERIES, CUT)
         dO = load_block(d_out, d_out_tma, at_q, own_q, head, first, exists, OUTPUTS, CUT)
+        S = tl.dot(k, tl.trans(Q), input_precision=SPEC.precision)
+        if EARLY:
+            dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
+        if SPEC.softcap:
+            S = tanh(S * scales.capped)
+        row_max, log_sum, delta = load_statistics(stats, at, exists, CUT)
+        P = tl.exp2((S - row_max[None, :]) * scales.per_score - log_sum[None, :])
+        if MASKED:
+            P = tl.where((keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :]), P, 0.0)
         dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=SPEC.precision)
-        dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
+        if not EARLY:
+            dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
         dS = through_softcap(P * (dP - delta[None, :]), S, SPEC)
         dK = tl.dot(dS.to(Q.dtype), Q, dK, input_precision=SPEC.precision)
     return dK, dV

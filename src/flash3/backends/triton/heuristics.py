@@ -30,8 +30,8 @@ Choice = tuple[Tiles, Tiles, Tiles]
 """forward; dkdv; dq"""
 BY_CAPABILITY: dict[tuple[int, int], dict[int, Choice]] = {
     (9, 0): {
-        64: (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-        128: (Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2)),
+        64: (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)),
+        128: (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
         256: (Tiles(128, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(128, 32, 8, 2)),
     },
     (10, 0): {

@@ -152,7 +152,10 @@ def _numbers(request: Request, problem: Problem) -> tuple[Any, ...]:
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
-    return {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    import os
+
+    more = {"maxnreg": int(os.environ["MAXNREG"])} if os.environ.get("MAXNREG") else {}
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages, **more}
 
 
 def programs(problem: Problem, tiles: Tiles, pack: int) -> tuple[int, int]:
@@ -297,4 +300,4 @@ def _operands(problem: Problem, tiles: Tiles, request: Request, gradients: Gradi
 
 
 def _statistics(stats: Any, at: Sequences) -> Statistics:
-    return Statistics(*lse_rows(stats[0], at)[:4], stats[1], stats[2])
+    return Statistics(*lse_rows(stats[0], at)[:4], stats[1], stats[2], stats.stride(0))
