@@ -21,7 +21,7 @@ from .forward import NUMBERS, scores
 from .masking import Bounds, blocks_of_keys, blocks_of_queries, seen_by, settled, step, walk
 
 import os
-EARLY = tl.constexpr(int(os.environ.get("EARLY", "0")))
+QEARLY = tl.constexpr(int(os.environ.get("QEARLY", "0")))
 SAME_LSE = tl.constexpr(2.0**-20)
 """How far two float32 LSEs of the same row may be apart, relatively: their rounding, and that of the scores by another order of sums."""
 
@@ -167,6 +167,8 @@ def gather_dkdv(
     scales,
     SPEC: tl.constexpr,
     MASKED: tl.constexpr,
+    MAKES_DK: tl.constexpr,
+    MAKES_DV: tl.constexpr,
 ):
     """One of the two loops over the tiles of rows of one query head; state is (dK, dV).
 
@@ -176,6 +178,7 @@ def gather_dkdv(
     OUTPUTS: tl.constexpr = SPEC.outputs
     dK, dV = state
     CUT: tl.constexpr = MASKED and not SPEC.even
+    EARLY: tl.constexpr = SPEC.keys.width > 64 and not CUT
     count = walked.edges if MASKED else walked.interior
     for i in tl.range(0, count, num_stages=1 if CUT else None):
         first = step(walked, i, MASKED) * SPEC.queries.block
@@ -188,7 +191,7 @@ def gather_dkdv(
         Q = load_block(q, q_tma, at_q, own_q, head, first, exists, QUERIES, CUT)
         dO = load_block(d_out, d_out_tma, at_q, own_q, head, first, exists, OUTPUTS, CUT)
         S = tl.dot(k, tl.trans(Q), input_precision=SPEC.precision)
-        if EARLY:
+        if EARLY and MAKES_DK:
             dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
         if SPEC.softcap:
             S = tanh(S * scales.capped)
@@ -196,11 +199,13 @@ def gather_dkdv(
         P = tl.exp2((S - row_max[None, :]) * scales.per_score - log_sum[None, :])
         if MASKED:
             P = tl.where((keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :]), P, 0.0)
-        dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=SPEC.precision)
-        if not EARLY:
-            dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
-        dS = through_softcap(P * (dP - delta[None, :]), S, SPEC)
-        dK = tl.dot(dS.to(Q.dtype), Q, dK, input_precision=SPEC.precision)
+        if MAKES_DV:
+            dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=SPEC.precision)
+        if MAKES_DK:
+            if not EARLY:
+                dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
+            dS = through_softcap(P * (dP - delta[None, :]), S, SPEC)
+            dK = tl.dot(dS.to(Q.dtype), Q, dK, input_precision=SPEC.precision)
     return dK, dV
 
 
@@ -233,6 +238,8 @@ def dkdv_kernel(
     """Grid: blocks of keys of all key heads and sequences."""
     KEYS: tl.constexpr = SPEC.keys
     VALUES: tl.constexpr = SPEC.values
+    MAKES_DK: tl.constexpr = dk is not None
+    MAKES_DV: tl.constexpr = dv is not None
     block = tl.program_id(0) % blocks
     kv_head = tl.program_id(0) // blocks % heads_kv
     batch = tl.program_id(0) // blocks // heads_kv
@@ -252,10 +259,10 @@ def dkdv_kernel(
     for member in tl.range(0, SPEC.heads_per_kv):
         head = kv_head * SPEC.heads_per_kv + member
         state = gather_dkdv(
-            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False
+            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False, MAKES_DK, MAKES_DV
         )
         state = gather_dkdv(
-            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True
+            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True, MAKES_DK, MAKES_DV
         )
     dK, dV = state
     if dk is not None:
@@ -299,10 +306,13 @@ def gather_dq(
         K = load_block(k, k_tma, at_k, own_k, kv_head, first, exists, KEYS, CUT)
         V = load_block(v, v_tma, at_k, own_k, kv_head, first, exists, VALUES, CUT)
         S = scores(q, K, scales, SPEC)
+        if QEARLY:
+            dP = tl.dot(d_out, tl.trans(V), input_precision=SPEC.precision)
         P = tl.exp2((S - row_max[:, None]) * scales.per_score - log_sum[:, None])
         if MASKED:
             P = tl.where((key[None, :] >= sees[0][:, None]) & (key[None, :] < sees[1][:, None]), P, 0.0)
-        dP = tl.dot(d_out, tl.trans(V), input_precision=SPEC.precision)
+        if not QEARLY:
+            dP = tl.dot(d_out, tl.trans(V), input_precision=SPEC.precision)
         dS = through_softcap(P * (dP - delta[:, None]), S, SPEC)
         dQ = tl.dot(dS.to(K.dtype), K, dQ, input_precision=SPEC.precision)
     return dQ

@@ -152,10 +152,7 @@ def _numbers(request: Request, problem: Problem) -> tuple[Any, ...]:
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
-    import os
-
-    more = {"maxnreg": int(os.environ["MAXNREG"])} if os.environ.get("MAXNREG") else {}
-    return {"num_warps": tiles.warps, "num_stages": tiles.stages, **more}
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
 def programs(problem: Problem, tiles: Tiles, pack: int) -> tuple[int, int]:
