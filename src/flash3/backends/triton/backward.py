@@ -6,7 +6,7 @@
     dq        for each tile of rows:       for each block of keys that it sees:   dQ += dS K
 
 dK and dQ are multiplied by the scale at the end. Scores are computed twice: 7 matmuls where Algorithm 2 has 5, but dQ needs no sum across
-programs.
+programs. dkdv makes dK, dV or both: where both do not fit into the registers, two launches, and 8 matmuls.
 
 The saved LSE is float32: beyond `coarse` its rounding would show in P (at 1e5 by 0.4 %). A tile of rows that reaches it makes its maxima
 and sums again. Only rows whose LSE they reproduce take them: in a ring the keys at hand are a part of the row's, and the saved LSE is that
@@ -20,8 +20,6 @@ from .blocks import LOG2_E, extent_of, load_block, load_by_pointers, row_offsets
 from .forward import NUMBERS, scores
 from .masking import Bounds, blocks_of_keys, blocks_of_queries, seen_by, settled, step, walk
 
-import os
-QEARLY = tl.constexpr(int(os.environ.get("QEARLY", "0")))
 SAME_LSE = tl.constexpr(2.0**-20)
 """How far two float32 LSEs of the same row may be apart, relatively: their rounding, and that of the scores by another order of sums."""
 
@@ -167,11 +165,12 @@ def gather_dkdv(
     scales,
     SPEC: tl.constexpr,
     MASKED: tl.constexpr,
-    MAKES_DK: tl.constexpr,
-    MAKES_DV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
 ):
-    """One of the two loops over the tiles of rows of one query head; state is (dK, dV).
+    """One of the two loops over the tiles of rows of one query head; state is (dK, dV). DK, DV: those that are wanted.
 
+    EARLY: dP's matmul before the exponentials. Measured faster beyond width 64, slower there; at edges that are cut it would spill.
     Edges that are cut are not pipelined: with two pipelined loops of unlike loads ptxas serializes the matmuls of sm_90.
     """
     QUERIES: tl.constexpr = SPEC.queries
@@ -191,7 +190,7 @@ def gather_dkdv(
         Q = load_block(q, q_tma, at_q, own_q, head, first, exists, QUERIES, CUT)
         dO = load_block(d_out, d_out_tma, at_q, own_q, head, first, exists, OUTPUTS, CUT)
         S = tl.dot(k, tl.trans(Q), input_precision=SPEC.precision)
-        if EARLY and MAKES_DK:
+        if EARLY and DK:
             dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
         if SPEC.softcap:
             S = tanh(S * scales.capped)
@@ -199,9 +198,9 @@ def gather_dkdv(
         P = tl.exp2((S - row_max[None, :]) * scales.per_score - log_sum[None, :])
         if MASKED:
             P = tl.where((keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :]), P, 0.0)
-        if MAKES_DV:
+        if DV:
             dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=SPEC.precision)
-        if MAKES_DK:
+        if DK:
             if not EARLY:
                 dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
             dS = through_softcap(P * (dP - delta[None, :]), S, SPEC)
@@ -238,8 +237,8 @@ def dkdv_kernel(
     """Grid: blocks of keys of all key heads and sequences."""
     KEYS: tl.constexpr = SPEC.keys
     VALUES: tl.constexpr = SPEC.values
-    MAKES_DK: tl.constexpr = dk is not None
-    MAKES_DV: tl.constexpr = dv is not None
+    DK: tl.constexpr = dk is not None
+    DV: tl.constexpr = dv is not None
     block = tl.program_id(0) % blocks
     kv_head = tl.program_id(0) // blocks % heads_kv
     batch = tl.program_id(0) // blocks // heads_kv
@@ -259,10 +258,10 @@ def dkdv_kernel(
     for member in tl.range(0, SPEC.heads_per_kv):
         head = kv_head * SPEC.heads_per_kv + member
         state = gather_dkdv(
-            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False, MAKES_DK, MAKES_DV
+            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False, DK, DV
         )
         state = gather_dkdv(
-            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True, MAKES_DK, MAKES_DV
+            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True, DK, DV
         )
     dK, dV = state
     if dk is not None:
@@ -306,13 +305,10 @@ def gather_dq(
         K = load_block(k, k_tma, at_k, own_k, kv_head, first, exists, KEYS, CUT)
         V = load_block(v, v_tma, at_k, own_k, kv_head, first, exists, VALUES, CUT)
         S = scores(q, K, scales, SPEC)
-        if QEARLY:
-            dP = tl.dot(d_out, tl.trans(V), input_precision=SPEC.precision)
         P = tl.exp2((S - row_max[:, None]) * scales.per_score - log_sum[:, None])
         if MASKED:
             P = tl.where((key[None, :] >= sees[0][:, None]) & (key[None, :] < sees[1][:, None]), P, 0.0)
-        if not QEARLY:
-            dP = tl.dot(d_out, tl.trans(V), input_precision=SPEC.precision)
+        dP = tl.dot(d_out, tl.trans(V), input_precision=SPEC.precision)
         dS = through_softcap(P * (dP - delta[:, None]), S, SPEC)
         dQ = tl.dot(dS.to(K.dtype), K, dQ, input_precision=SPEC.precision)
     return dQ

@@ -1,7 +1,7 @@
 """Tiles by compute capability, else by shared memory.
 
-sm_90 at width 64 was measured on an H200 (docs/performance.md); elsewhere these are the largest tiles that compile within the GPU's limits
-almost without spills (tests/triton/test_compile.py).
+What was measured on an H200 (docs/performance.md): sm_90's forward at every width, its backward at widths 64 and 128. The rest are the
+largest tiles that compile within the GPU's limits almost without spills (tests/triton/test_compile.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ KEYS_PER_SPLIT = 256
 """Fewer keys than this are not worth a program."""
 
 Choice = tuple[Tiles, BackwardTiles]
+"""Forward, backward. At width 256 eight warps on 64 keys would compute the scores twice, each half of the warps for its half of dK and dV;
+there dV has a launch of its own."""
 BY_CAPABILITY: dict[tuple[int, int], dict[int, Choice]] = {
     (9, 0): {
         64: (Tiles(64, 128, 4, 2), BackwardTiles(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2))),
