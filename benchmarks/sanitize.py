@@ -2,6 +2,11 @@
 
 memcheck and racecheck, every configuration on two small requests, several processes side by side. What the kernels compute is checked by
 benchmarks.gpu_check.
+
+racecheck follows an mbarrier only through the lanes that arrive at it. A stage is given back by one lane of each warp, after a barrier of
+the consumer; racecheck then takes what the other lanes have read of a bulk load (the L and D of the backward) for a race with the load of
+the next round, also where __syncwarp stands in between, but not where all 32 lanes arrive (benchmarks/racecheck_ring.cu shows it). Reports
+whose write is a bulk load are therefore counted and not held against a kernel.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from .configurations import CONFIGURATIONS
 TOOLS = ("memcheck", "racecheck")
 LANES = 6
 DEADLINE_SECONDS = 200
+FOUND = 9
+"""Exit status of compute-sanitizer where it reports something."""
 DENSE = ((1, 2, 130, 200), (2, 1, 3, 70))
 RAGGED = (((5, 5), (130, 140), (0, 7), (64, 0)), ((200, 129),))
 
@@ -66,17 +73,29 @@ def small(spec: ForwardSpec) -> list[Request]:
     return [make.ragged(batch, mask) for batch in RAGGED] if spec.is_ragged else [make.dense(shape, mask) for shape in DENSE]
 
 
+def unexpected(text: str, bulk_loads: set[int]) -> tuple[list[str], int]:
+    """Races that racecheck reports where something else than a bulk load writes, and how many it reports of bulk loads."""
+    others, explained = [], 0
+    for report in re.split(r"^=+ Error: Race reported", text, flags=re.MULTILINE)[1:]:
+        writes = {int(place, 16) for place in re.findall(r"Write access at \S+\+0x([0-9a-f]+)", report)}
+        if writes and writes <= bulk_loads:
+            explained += 1
+        else:
+            others.append(report[:400])
+    return others, explained
+
+
 def main(words: list[str]) -> None:
-    from .objects import built_names
+    from .objects import built_names, unpacked
 
     names = [n for n in built_names() if not words or any(w in n for w in words)]
     lanes = [lane for lane in (names[i::LANES] for i in range(LANES)) if lane]
     running = []
     for tool in TOOLS:
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "benchmarks.sanitize", "--run"]
+        options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "100000"]
         for lane in lanes:
-            process = subprocess.Popen([*command, *lane], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            running.append((tool, lane, process))
+            command = ["compute-sanitizer", *options, sys.executable, "-m", "benchmarks.sanitize", "--run", *lane]
+            running.append((tool, lane, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)))
     clean = True
     for tool, lane, process in running:
         try:
@@ -85,11 +104,13 @@ def main(words: list[str]) -> None:
             process.kill()
             text = process.communicate()[0] + "\n(no end within the deadline)"
         ran = re.findall(r"^ran (\S+)$", text, re.MULTILINE)
-        good = process.returncode == 0 and ran == lane
+        others, explained = unexpected(text, {place for name in lane for place in unpacked()["kernels"][name]["bulk_loads"]})
+        good = ran == lane and not others and (process.returncode == 0 or (process.returncode == FOUND and explained > 0))
         clean = clean and good
-        print(f"{'ok ' if good else 'BAD'} {tool} {len(ran)} of {len(lane)} kernels: {' '.join(ran)}", flush=True)
+        note = f" ({explained} reports of bulk loads)" if explained else ""
+        print(f"{'ok ' if good else 'BAD'} {tool} {len(ran)} of {len(lane)} kernels{note}: {' '.join(ran)}", flush=True)
         if not good:
-            print("\n".join(text.splitlines()[:40]))
+            print("\n".join(others[:5] or text.splitlines()[:40]))
     sys.exit(not clean)
 
 

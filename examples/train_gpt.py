@@ -301,14 +301,24 @@ def take_turns(ours: Run, theirs: Run, some: list[Batch]) -> None:
 
 
 def fastest(names: list[str], make: Callable[[str], Run], some: list[Batch]) -> str:
-    """Of these attentions, in throw-away runs, after a warm-up."""
+    """Of these attentions, in throw-away runs, after a warm-up. What this torch or this GPU cannot do is told, and left out.
+
+    Raises:
+        RuntimeError: none of them runs.
+    """
     speeds = {}
     for name in names:
         run = make(name)
-        for _ in range(2):
-            run.train(some)
+        try:
+            for _ in range(2):
+                run.train(some)
+        except (RuntimeError, TypeError, ImportError) as error:  # no such kernel or function, too little memory, another signature
+            print(f"{run.name}: not here, {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True)
+            continue
         speeds[name] = run.speeds[-1]
         print(f"{run.name}: {run.speeds[-1]:,.0f} tokens/s", flush=True)
+    if not speeds:
+        raise RuntimeError(f"none of {', '.join(names)} runs here")
     return max(speeds, key=speeds.__getitem__)
 
 

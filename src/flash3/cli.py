@@ -32,6 +32,21 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit.")) -> None:
     """Options of every command."""
+    with bench.usage_errors():
+        _check_environment()
+
+
+def _check_environment() -> None:
+    """Misspelt, a variable would be found out in the middle of a command, or never.
+
+    Raises:
+        ValueError: a FLASH3_… variable has a value that it cannot have, which the message names.
+    """
+    from .dispatch import BACKENDS  # reads the environment
+    from .settings import settings
+
+    if settings.backend not in (None, *BACKENDS):
+        raise ValueError(f"FLASH3_BACKEND must be one of {', '.join(BACKENDS)} or empty (the first that fits), got {settings.backend!r}")
 
 
 def main() -> None:

@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from flash3.bench import check, session
 from flash3.bench.providers import Prepared, Provider, providers
 from flash3.cli import app
+from flash3.settings import override
 
 COMMANDS = ("bench", "tune", "explain", "compile", "check", "env", "demo")
 QUICK = ("--device", "cpu", "--rounds", "2", "--ms", "0.01")
@@ -93,9 +95,30 @@ def test_wrong_questions_end_with_2(arguments: tuple[str, ...], message: str) ->
     assert result.stdout == ""
 
 
-def test_a_wrong_result_of_flash3_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
+@pytest.mark.parametrize("command", ["env", "check", "tune"])
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("FLASH3_BACKEND", "hoper", "FLASH3_BACKEND must be one of hopper, triton, cpu or empty (the first that fits), got 'hoper'"),
+        ("FLASH3_CHECK", "maybe", "FLASH3_CHECK must be 0 or 1, got 'maybe'"),
+    ],
+)
+def test_a_misspelt_environment_is_refused_in_one_line(command: str, variable: str, value: str, message: str) -> None:
+    """By every command, before it looks at what it was asked. Only a new process reads the environment."""
+    arguments = [sys.executable, "-m", "flash3", command]
+    done = subprocess.run(arguments, env={**os.environ, variable: value}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.splitlines()) == (2, "", [message])
 
+
+def test_check_goes_by_the_backend_that_is_set() -> None:
+    where = torch.device("cpu")
+    with override(backend="hopper"):
+        assert check.backends_here(where, []) == ["hopper"]
+        assert check.backends_here(where, ["cpu"]) == ["cpu"]
+    assert check.backends_here(where, []) == ["cpu"]
+
+
+def test_a_wrong_result_of_flash3_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     def zeros(case):
         out = torch.zeros_like(case.request.q)
         return Prepared(lambda: out, lambda result: (result,))

@@ -132,7 +132,7 @@ def test_peers_compute_the_same(name: str, workload: str) -> None:
 def made_up(ours=(1.0, 2.0, 3.0), theirs=(2.0, 4.0, 6.0)) -> Report:
     report = Report(machine={"device": "<GPU>", "packages": {"torch": "2"}}, settings={"rounds": 3}, before={"sm_mhz": 1980})
     for name in ("paper/d64-full-1k", "paper/d64-full-2k", "decode/b1-8k"):
-        report.subjects.append(Subject(name, "forward", "shape", 1e12, 1e9, 0.5, "memory" if "decode" in name else "tensor cores"))
+        report.subjects.append(Subject(name, "forward", "shape", 1e12, 1e9, 0.5, "memory" if "decode" in name else "matmuls"))
         report.rows.append(Row(name, "forward", "flash3", times_ms=list(ours), max_error=1e-3, max_allowed=2e-3))
         report.rows.append(Row(name, "forward", "fa3", times_ms=list(theirs)))
         report.rows.append(Row(name, "forward", "fa4", error="failed: it <broke>"))

@@ -127,7 +127,7 @@ def test_bands_of_long_calls_move_the_mask() -> None:
 
 def test_the_slowest_unit_sets_the_floor() -> None:
     rates = roofline.Rates(matmul=1e12, bandwidth=1e11, exp2=1e9)
-    assert roofline.floor(rates, flops=2e12, num_bytes=1e9) == roofline.Floor(2.0, "tensor cores")
+    assert roofline.floor(rates, flops=2e12, num_bytes=1e9) == roofline.Floor(2.0, "matmuls")
     assert roofline.floor(rates, flops=1e9, num_bytes=5e11) == roofline.Floor(5.0, "memory")
     assert roofline.floor(rates, flops=1e9, num_bytes=1e9, exponentials=7e9) == roofline.Floor(7.0, "exponentials")
     assert roofline.Floor(2.0, "memory").fraction(4.0) == 0.5
@@ -137,7 +137,7 @@ def test_prefill_is_bound_by_matmuls_and_decoding_by_memory() -> None:
     rates = roofline.model_named("H200").rates(DType.BF16)
     prefill = roofline.floor_of(WORKLOADS["paper/d128-full-16k"], Task.FORWARD, rates)
     decode = roofline.floor_of(WORKLOADS["decode/b32-8k"], Task.FORWARD, rates)
-    assert prefill.unit == "tensor cores"
+    assert prefill.unit == "matmuls"
     assert prefill.seconds == pytest.approx(4 * 16384**2 * 2048 / 989e12)
     assert decode.unit == "memory"
     assert decode.seconds == pytest.approx(32 * 8192 * 8 * 256 * 2 / 4.8e12, rel=0.01)

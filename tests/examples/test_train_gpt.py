@@ -101,6 +101,22 @@ def test_command_writes_losses_speeds_and_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_attention_that_does_not_run_here_is_no_rival(monkeypatch, capsys):
+    def broken(batch):
+        raise TypeError("got an unexpected keyword argument 'window_size'")
+
+    monkeypatch.setitem(train_gpt.ATTENTIONS, "broken", broken)
+    size = replace(TINY, layers=1)
+
+    def make(name):
+        return Run(name, size, 4, CPU)
+
+    assert train_gpt.fastest(["broken", "sdpa_padded"], make, RAGGED) == "sdpa_padded"
+    assert "broken: not here, TypeError: got an unexpected" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="none of broken runs here"):
+        train_gpt.fastest(["broken"], make, RAGGED)
+
+
 def test_smoothing():
     assert train_gpt.smooth([1.0, 3.0]) == [2.0]
     assert train_gpt.smooth([float(i) for i in range(train_gpt.SMOOTHING + 1)]) == [9.5, 10.5]

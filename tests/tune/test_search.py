@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from flash3.backends.cpu.plan import CpuBackend
 from flash3.backends.cpu.tiles import Method, Tiles
 from flash3.backends.hopper import budget, heuristics, space
 from flash3.backends.hopper.tiles import ForwardSpec
-from flash3.bench.catalogue import WORKLOADS
+from flash3.bench import accuracy
+from flash3.bench.catalogue import WORKLOADS, select
 from flash3.bench.clock import Timing
 from flash3.bench.roofline import model_named
 from flash3.mask import MaskKind
@@ -34,11 +37,12 @@ class FakeTuner(Tuner):
     bursts: int
     dies_after: int | None
     cost: Callable[[Any], float]
+    by_batch: dict[int, Callable[[Any], float]]
 
     @classmethod
     def make(cls, journal: Journal, cost: Callable[[Any], float], dies_after: int | None = None, **more: Any) -> FakeTuner:
         tuner = cls(torch.device("cpu"), journal, **more)
-        for name, value in (("bursts", 0), ("dies_after", dies_after), ("cost", cost)):
+        for name, value in (("bursts", 0), ("dies_after", dies_after), ("cost", cost), ("by_batch", {})):
             object.__setattr__(tuner, name, value)  # Tuner is frozen
         return tuner
 
@@ -52,7 +56,7 @@ class FakeTuner(Tuner):
                 object.__setattr__(tuner, "bursts", tuner.bursts + 1)
                 if tuner.dies_after is not None and tuner.bursts > tuner.dies_after:
                     raise KeyboardInterrupt
-                return tuner.cost(tiles)
+                return tuner.by_batch.get(runs.case.workload.batch, tuner.cost)(tiles)
 
         return Clock()
 
@@ -85,8 +89,106 @@ def test_the_heuristic_stays_where_it_is_as_good() -> None:
     assert outcome.winner is outcome.own
     assert outcome.gain == 1.0
     assert entry(outcome, {}) is None
-    table = tuned.Table("cpu").with_entry(tuned.Entry("cpu", {}, 1, 1, {}, {"workload": WINDOW.name}))
-    assert search.merged(table, [(outcome, None)]).entries == ()  # what no longer wins goes
+    forward, backward = (tuned.Entry("cpu", {"task": t}, 1, 1, {}, {"workload": WINDOW.name, "task": t}) for t in ("forward", "backward"))
+    table = tuned.Table("cpu").with_entry(forward).with_entry(backward)
+    assert search.merged(table, [(outcome, None)]).entries == (backward,)  # what no longer wins goes
+
+
+def test_who_is_ahead_once_by_luck_does_not_win() -> None:
+    """Candidates look twice as fast until the last rung has decided."""
+    least = 3 * 3 * 2 + 2 * 2  # bursts of the rung after it
+    whole = FakeTuner.make(Journal(None, "x"), lambda tiles: 0.5 if tiles else 1.0, limit=4)
+    assert whole.tune(WINDOW, Task.FORWARD).gain == pytest.approx(2.0)
+    tuner = FakeTuner.make(Journal(None, "x"), lambda tiles: 0.5 if tiles and tuner.bursts <= whole.bursts - least else 1.0, limit=4)
+    outcome = tuner.tune(WINDOW, Task.FORWARD)
+    assert tuner.bursts == whole.bursts
+    assert outcome.winner is outcome.own
+    assert outcome.gain == 1.0
+
+
+def test_who_is_behind_with_a_quarter_of_the_work_does_not_win() -> None:
+    """An entry serves any batch."""
+    workload = replace(WINDOW, lengths=WINDOW.lengths * 4)
+    quarter = workload.quarter()
+    assert quarter is not None
+    assert quarter.lengths == WINDOW.lengths
+    for behind, wins in ((1.0, True), (1.02, False)):
+        tuner = FakeTuner.make(Journal(None, "x"), lambda tiles: 0.5 if tiles else 1.0, limit=2)
+        object.__setattr__(tuner, "by_batch", {1: lambda tiles, behind=behind: behind if tiles else 1.0})
+        outcome = tuner.tune(workload, Task.FORWARD)
+        assert (outcome.winner is not outcome.own) == wins
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("b=9,q=100,h=8,kv=2,d=64", (2, 8, 2)),
+        ("b=1,q=100,h=32,kv=8,d=64", (1, 8, 2)),
+        ("b=3,q=100,h=4,d=64", (3, 1, 1)),
+        ("b=3,q=100,h=12,kv=3,d=64", None),
+    ],
+)
+def test_a_quarter(shape: str, expected: tuple[int, int, int] | None) -> None:
+    (workload,) = select([shape])
+    less = workload.quarter()
+    assert (less and (less.batch, less.heads_q, less.heads_kv)) == expected
+
+
+def test_time_that_is_up_leaves_the_rest_out() -> None:
+    """Here after the third check, and after the first rung."""
+    ticks = iter(range(1000))
+    tuner = FakeTuner.make(Journal(None, "x"), cost, seconds=3.5, now=lambda: next(ticks))
+    outcome = tuner.tune(WINDOW, Task.FORWARD)
+    faults = [c.fault for c in outcome.candidates]
+    assert faults[:3] == ["", "", ""]
+    assert set(faults[3:]) == {search.TIME_IS_UP}
+    assert not any(c.wrong for c in outcome.candidates)
+    ticks = iter([0] * (2 + len(faults)) + [10] * 1000)
+    outcome = FakeTuner.make(Journal(None, "x"), cost, seconds=3.5, now=lambda: next(ticks)).tune(WINDOW, Task.FORWARD)
+    assert sorted({c.rung for c in outcome.candidates}) == [0, 1, 2]  # the second is the last, and then once more
+    assert outcome.winner is not None
+
+
+def test_a_candidate_that_hangs_ends_the_run_and_is_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, ended = tmp_path / "t.journal", threading.Event()
+    monkeypatch.setattr(search, "HANG_SECONDS", 0.05)
+    fault = search.Runs.fault
+
+    def stuck(self: search.Runs, tiles: Any) -> str:
+        if tiles is not None and tiles.rows == 128:
+            assert ended.wait(60)
+            raise KeyboardInterrupt  # the process ends here
+        return fault(self, tiles)
+
+    monkeypatch.setattr(search.Runs, "fault", stuck)
+    texts: list[str] = []
+    tuner = FakeTuner.make(Journal(path, "x"), cost, end=lambda text: (texts.append(text), ended.set()))
+    with pytest.raises(KeyboardInterrupt):
+        tuner.tune(WINDOW, Task.FORWARD)
+    assert "run the same command again" in texts[-1]
+    monkeypatch.setattr(search, "HANG_SECONDS", 60.0)
+    monkeypatch.setattr(search.Runs, "fault", lambda self, tiles: "")
+    again = FakeTuner.make(Journal(path, "x"), cost).tune(WINDOW, Task.FORWARD)
+    hung = [c for c in again.candidates if c.fault]
+    assert len(hung) == 1
+    assert hung[0].wrong
+    assert hung[0].fault.startswith(search.HANGS)
+
+
+def test_gradients_of_a_long_call_are_checked_on_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "MOST_PAIRS", 100 * 100 * 2)
+    monkeypatch.setattr(search, "LONGEST_CHECKED", 100)
+    seen = []
+    run = search.Runs.call
+
+    def call(self: search.Runs, tiles: Any) -> Any:
+        seen.append(self.case.workload.q_len)
+        return run(self, tiles)
+
+    monkeypatch.setattr(search.Runs, "call", call)
+    outcome = FakeTuner.make(Journal(None, "x"), cost, limit=2).tune(WORKLOADS["smoke/causal"], Task.BACKWARD)
+    assert [c.fault for c in outcome.candidates] == ["", ""]
+    assert seen == [86, 86]
 
 
 def test_wrong_candidates_are_out_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +318,7 @@ def test_hopper_s_backward_space_is_legal(width: int, deterministic: bool) -> No
     from flash3.backends.hopper.backward_tiles import BackwardSpec
 
     spec = BackwardSpec(qk_width=width, v_width=width, deterministic=deterministic)
-    own = backward_budget.choose(spec)
+    own = backward_budget.choose(spec, 4096)
     found = backward_space.legal(spec, own)
     assert found[0] == own
     assert len(found) == len(set(found)) >= (1 if deterministic else 3)
@@ -260,7 +362,6 @@ def test_orders_share_kernels() -> None:
 def test_common_calls_find_their_kernels_compiled(dim: int, causal: bool) -> None:
     """Other batches, heads and lengths of the same classes ask for kernels of the group `common`."""
     from flash3.backends.hopper.plan import HopperBackend
-    from flash3.bench.catalogue import select
     from flash3.tune.command import orders_of
 
     device, backend = model_named("h200").device, HopperBackend()
@@ -289,7 +390,6 @@ def test_compiling_in_other_processes_tells_what_fails(tmp_path: Path) -> None:
 
 def test_triton_kernels_are_not_compiled_ahead() -> None:
     """Its first launch does it: an order would only seem to be done."""
-    from flash3.bench.catalogue import select
     from flash3.tune.command import orders_of
 
     orders, refused = orders_of(select(["paper/d64-full-512"]), [Task.FORWARD], model_named("a100").device, None)

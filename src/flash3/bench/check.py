@@ -11,6 +11,7 @@ from ..backends.base import Refusal, Tunable
 from ..dispatch import BACKENDS, backend_named, choose
 from ..frameworks.torch.describe import describe, device_of
 from ..problem import Problem, Task
+from ..settings import settings
 from ..tune.ahead import Order, compile_all
 from . import accuracy
 from .case import make
@@ -40,13 +41,14 @@ class Finding:
 
 
 def backends_here(device: torch.device, wanted: Sequence[str]) -> list[str]:
-    """Backends that support something on this device, of those wanted (empty: all).
+    """Backends that support something on this device, of those wanted (empty: the one that FLASH3_BACKEND names, else all).
 
     Raises:
         ValueError: one wanted is not known.
     """
     for name in wanted:
         backend_named(name)
+    wanted = wanted or ([settings.backend] if settings.backend else [])
     probe = select([GROUP])[0]
     problem = Problem.of(make(probe, Task.FORWARD, device).request, describe)
     return [name for name in wanted or BACKENDS if wanted or not isinstance(backend_named(name).support(problem), Refusal)]

@@ -39,7 +39,7 @@ class Floor:
 
 def floor(rates: Rates, flops: float, num_bytes: float, exponentials: float = 0.0) -> Floor:
     """The slowest of the units decides."""
-    times = {"tensor cores": flops / rates.matmul, "memory": num_bytes / rates.bandwidth}
+    times = {"matmuls": flops / rates.matmul, "memory": num_bytes / rates.bandwidth}
     if rates.exp2:
         times["exponentials"] = exponentials / rates.exp2
     unit = max(times, key=lambda name: times[name])

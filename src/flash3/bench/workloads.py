@@ -161,6 +161,15 @@ class Workload:
             page_size=16,
         )
 
+    def quarter(self) -> Workload | None:
+        """The same with a quarter of the sequences, else of the heads; None where there are fewer than four of both."""
+        name = f"{self.name}, a quarter"
+        if self.batch >= 4:
+            return replace(self, name=name, lengths=self.lengths[: self.batch // 4])
+        if self.heads_kv >= 4:
+            return replace(self, name=name, heads_q=self.heads_q // self.heads_kv * (self.heads_kv // 4), heads_kv=self.heads_kv // 4)
+        return None
+
     def __str__(self) -> str:
         lengths = f"{self.batch} × {self.q_len}" if self.q_len == self.k_len else f"{self.batch} × {self.q_len} queries, {self.k_len} keys"
         if len(set(self.lengths)) > 1:

@@ -26,6 +26,8 @@ from ..bench.command import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from .. import tuned
     from ..bench.workloads import Workload
     from ..problem import Device
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 TUNE_EXAMPLES = """\b
 Examples:
   flash3 tune paper                                write this device's table, used by every later call
-  flash3 tune 'paper/d64-*' --limit 24 -o space.png
+  flash3 tune 'paper/d64-*' --limit 24 -o space.png            minutes instead of hours
+  flash3 tune models --limit 24 --seconds 20                   at most so long for each, when its kernels are compiled
   flash3 tune models --table mine.json             a table of your own: FLASH3_TUNED=mine.json
   flash3 tune smoke --device cpu
 """
@@ -60,14 +63,18 @@ def tune(
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time. Default: one per core.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Of the first rungs; the last has three times as many.")] = 3,
     ms: Annotated[float, typer.Option(min=0.001, help="Milliseconds of each candidate and round in the first rung.")] = 1.0,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Most for checking and timing a workload: what has not had its turn by then is left out.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what an earlier, interrupted run has found.")] = False,
     output: Annotated[list[Path] | None, typer.Option("--output", "-o", help="A file: .json (every candidate), .png or .svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest tiles: all legal ones are compiled in parallel, checked against float64, and timed by successive halving.
 
-    An interrupted or killed run goes on where it was when it is started again. Exits with 0; with 1 when some candidate was wrong; with 2
-    when nothing can be tuned; with 130 after Ctrl-C.
+    A winner is at least 2 % faster than the heuristic's choice, twice measured. An interrupted or killed run goes on where it was when it
+    is started again. Exits with 0; with 1 when some candidate was wrong; with 2 when nothing can be tuned; with 3 when a candidate hung
+    (start again: it goes on after it); with 130 after Ctrl-C.
     """
     from rich.console import Console
 
@@ -93,9 +100,9 @@ def tune(
     if fresh:
         journal.forget()
     with usage_errors(), progress(Console(stderr=True, quiet=as_json), len(chosen) * len(tasks)) as (say, step):
-        tuner = Tuner(where, journal, limit=limit, jobs=jobs, rounds=rounds, budget_ms=ms, say=say)
+        tuner = Tuner(where, journal, limit=limit, jobs=jobs, rounds=rounds, budget_ms=ms, seconds=seconds, say=say)
         outcomes, refused, stopped = search_all(tuner, [(w, t) for w in chosen for t in tasks], backend, (path, start), step)
-    data = as_data(outcomes, refused, path, stopped)
+    data = as_data(outcomes, refused, path, stopped, where)
     if as_json:
         typer.echo(json.dumps(data))
     else:
@@ -136,9 +143,11 @@ def search_all(
 ) -> tuple[list[Outcome], dict[str, str], bool]:
     """Outcomes, reasons of what could not be tuned, and whether Ctrl-C ended it. The table is written after each workload, whole."""
     from .. import tuned
+    from ..bench.machine import kernel_sources
     from .search import entry, merged
 
     path, table = where
+    sources = kernel_sources()
     outcomes: list[Outcome] = []
     refused: dict[str, str] = {}
     try:
@@ -149,7 +158,7 @@ def search_all(
                 refused[f"{workload.name} {task.value}"] = str(reason)
                 continue
             outcomes.append(outcome)
-            table = merged(table, [(outcome, entry(outcome, {"task": task.value}))])
+            table = merged(table, [(outcome, entry(outcome, {"task": task.value, "sources": sources}))])
             tuned.write(path, table)
             step()
     except KeyboardInterrupt:
@@ -169,13 +178,16 @@ def save(outcomes: list[Outcome], data: dict[str, Any], path: Path) -> None:
         pictures.save(draw(outcomes), path)
 
 
-def as_data(outcomes: list[Outcome], refused: dict[str, str], table: Path, stopped: bool) -> dict[str, Any]:
+def as_data(outcomes: list[Outcome], refused: dict[str, str], table: Path, stopped: bool, device: torch.device) -> dict[str, Any]:
     from .. import tuned
+    from ..bench.machine import device_name, kernel_sources
     from ..bench.results import rounded
     from .search import facts
 
     return {
         "table": str(table),
+        "device": device_name(device),
+        "sources": kernel_sources(),
         "interrupted": stopped,
         "refused": refused,
         "workloads": [
