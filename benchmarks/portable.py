@@ -9,6 +9,7 @@ the rounds of the ratio to each peer of the same round. `--candidates` times eve
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
 import itertools
 import json
@@ -315,8 +316,11 @@ def main() -> None:
     if a.candidates:
         read_candidates(a.candidates)
     begin = time.time()
-    good, rows = right(a), []
-    compile_flex(a)
+    rows = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        flex = pool.submit(compile_flex, a)
+        good = right(a)
+        flex.result()
     print(f"checked after {time.time() - begin:.0f} s", flush=True)
     for cell in cells(a):
         choices = [t for t in choices_of(cell, a) if (replace(cell, s=512), t) in good]
