@@ -50,7 +50,7 @@ class TritonBackend:
         return Support("interpreted" if device.type == "cpu" else f"{problem.spec.dtype.value} kernels")
 
     def plan(self, problem: Problem, tiles: Any = None) -> Plan:
-        """Forward: one launch, two where keys are split. Backward: three.
+        """Forward: one launch, two where keys are split. Backward: three, four where dV has its own.
 
         Raises:
             TypeError: `tiles` is no Tiles (backward: BackwardTiles).
