@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash3.backends.base import Gradients, Saved
+from flash3.backends.hopper import backward_budget
 from flash3.backends.hopper.backward_tiles import BackwardSpec
 from flash3.mask import Mask, MaskKind
 from flash3.problem import Request, Task
@@ -77,16 +78,17 @@ def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor,
     return prepare_backward(request, saved, gradients, name)
 
 
-def names_of(d: int, causal: bool) -> list[str]:
+def names_of(d: int, causal: bool, s: int) -> list[str]:
     """Configurations of a cell, the heuristic's first."""
     spec = BackwardSpec(qk_width=d, v_width=d, mask_kind=MaskKind.CAUSAL if causal else MaskKind.FULL)
-    return [name for name, (found, _) in BACKWARD.items() if replace(found, deterministic=False) == spec]
+    names = [name for name, (found, _) in BACKWARD.items() if replace(found, deterministic=False) == spec]
+    return sorted(names, key=lambda name: BACKWARD[name] != (spec, backward_budget.choose(spec, s)))
 
 
 def cell(d: int, causal: bool, s: int, a: argparse.Namespace, peers: dict[str, Peer]) -> dict[str, Any]:
     q, k, v = inputs(s, d)
     d_out = torch.randn_like(q)
-    chosen, *others = names_of(d, causal)
+    chosen, *others = names_of(d, causal, s)
     makers: dict[str, Callable[[], Run]] = {n: (lambda p=p: p(q, k, v, d_out, causal)) for n, p in peers.items()}
     makers[OURS] = lambda: ours(q, k, v, d_out, causal, chosen)
     if a.variants:

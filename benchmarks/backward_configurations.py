@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flash3.backends.hopper import backward_budget
-from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath, DqTime
-from flash3.backends.hopper.tiles import Turns
+from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath
 from flash3.mask import MaskKind
 from flash3.problem import DType
 
@@ -14,12 +13,14 @@ from .configurations import CAUSAL, CHUNK, FULL, PACKED, PACKED_USED, PADDED, PA
 
 BackwardConfiguration = tuple[BackwardSpec, BackwardTiles]
 BACKWARD: dict[str, BackwardConfiguration] = {}
+LONG, SHORT = 8192, 512
+"""Lengths whose tiles are listed."""
 
 
 def _add(name: str, spec: BackwardSpec, tiles: BackwardTiles | None = None) -> None:
     if name in BACKWARD:
         raise ValueError(f"two configurations are called {name}")
-    BACKWARD[name] = (spec, tiles or backward_budget.choose(spec))
+    BACKWARD[name] = (spec, tiles or backward_budget.choose(spec, LONG))
 
 
 def _spec(width: int, mask_kind: MaskKind, value: int | None = None, **fields: object) -> BackwardSpec:
@@ -33,19 +34,12 @@ def _dense() -> None:
             _add(f"backward_{width}_{mask.value}", _spec(width, mask))
     for width in (64, 128):
         spec, tiles = BACKWARD[f"backward_{width}_full"]
-        _add(f"backward_{width}_full_shared", spec, replace(tiles, dq_path=DqPath.SHARED, kv_stages=1))
+        _add(f"backward_{width}_full_shared", spec, BackwardTiles(q=tiles.q, dq_path=DqPath.SHARED))
         for mask in (FULL, CAUSAL):
             spec, tiles = BACKWARD[f"backward_{width}_{mask.value}"]
-            single = replace(tiles, kv_stages=1)
-            late = replace(single, dq_time=DqTime.LATE)
-            turns = replace(late, turns=Turns.PING_PONG)
-            if mask is FULL:
-                _add(f"backward_{width}_{mask.value}_late", spec, late)
-            _add(f"backward_{width}_{mask.value}_turns", spec, turns)
-            if width == 128:
-                other = replace(tiles, kv_stages=1 if tiles.persistent else 2)
-                _add(f"backward_{width}_{mask.value}_{'persistent' if other.persistent else 'single'}", spec, other)
-                _add(f"backward_{width}_{mask.value}_turns_persistent", spec, replace(turns, kv_stages=2))
+            _add(f"backward_{width}_{mask.value}_short", spec, backward_budget.choose(spec, SHORT))
+            other = replace(tiles, kv_stages=1 if tiles.persistent else 2)
+            _add(f"backward_{width}_{mask.value}_{'persistent' if other.persistent else 'single'}", spec, other)
 
 
 def _features() -> None:

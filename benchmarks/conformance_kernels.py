@@ -24,9 +24,10 @@ from flash3 import dispatch
 from flash3.backends.base import Gradients, Refusal, Saved, Support
 from flash3.backends.cpu.plan import CpuBackend
 from flash3.backends.hopper import backward_plan, launch
+from flash3.backends.hopper.arguments import layout_of
 from flash3.backends.hopper.backward_plan import Backward
 from flash3.backends.hopper.backward_tiles import BackwardSpec
-from flash3.backends.hopper.plan import Forward, HopperBackend, layout_of
+from flash3.backends.hopper.plan import Forward, HopperBackend
 from flash3.backends.hopper.tiles import DENSE, SequenceLayout
 from flash3.plan import Plan
 from flash3.problem import Device, Problem, Request

@@ -37,7 +37,7 @@ class Fault(enum.Enum):
     NO_SLOT_BARRIER = "a half of dQ written without waiting for the sender"
     SENT_UNREAD = "a half of dQ given back before it is read"
     P_NOT_AWAITED = "P read without a wait"
-    NO_READ_BARRIER = "a late consumer writes dS without waiting for the reader of what lay there"
+    NO_READ_BARRIER = "a consumer in turn writes dS without waiting for the reader of what lay there"
     NO_LAST_TURN = "the first consumer keeps its last turn"
     ARRIVAL_TOO_MANY = "the empty barriers of Q want one arrival too many"
 
@@ -51,8 +51,7 @@ class Protocol:
     do_stages: int = 2
     split: Split = Split.KEYS
     sender: bool = False
-    late: bool = False
-    turns: bool = False
+    in_turn: bool = False
     fault: Fault | None = None
 
 
@@ -195,8 +194,8 @@ class Consumer(Program):
         self.step(Op.PUT, self.shared.k.content[0], GRADIENT)
 
 
-class LateConsumer(Consumer):
-    """backward_consumer.LateConsumer. Block −1 is the one that was cleared."""
+class TurnConsumer(Consumer):
+    """backward_consumer.TurnConsumer. Block −1 is the one that was cleared."""
 
     def __init__(self, p: Protocol, shared: Shared, me: int):
         self.used: dict[int, int] = {}
@@ -224,19 +223,17 @@ class LateConsumer(Consumer):
             self.first_steps()
         q, do = self.take(s.q), self.take(s.do)
         self.groups += [(q, s.k.content[0]), (do, s.v[self.me].content[0])]
-        if self.p.turns:
-            self.arrive(s.turn[1 - self.me])
+        self.arrive(s.turn[1 - self.me])
         self.wait_groups(0)
         if self.p.fault is not Fault.NO_READ_BARRIER:
             self.sync_named(self.read_barrier(1 - self.me, self.n))
         self.write_ds(self.me)
         self.arrive(s.written[self.me][self.n % 2])
-        if self.p.turns:
-            self.sync_named(s.turn[self.me])
+        self.sync_named(s.turn[self.me])
         self.issue_late_dq(self.n - 1)
-        self.groups += [(do,), (q,)]
-        self.wait_groups(2)
+        self.wait_groups(0)
         self.arrive(self.read_barrier(self.me, self.n - 1))
+        self.groups += [(do,), (q,)]
         self.wait_groups(0)
         self.give_back()
         if self.n == self.p.blocks - 1:
@@ -247,7 +244,7 @@ class LateConsumer(Consumer):
         self.step(Op.PUT, s.ds[-1][self.me], -1)
         self.arrive(s.written[self.me][1])
         self.arrive(self.read_barrier(self.me, 0))
-        if self.p.turns and self.me == 1:
+        if self.me == 1:
             self.sync_named(s.turn[1])
 
     def issue_late_dq(self, n: int) -> None:
@@ -258,7 +255,7 @@ class LateConsumer(Consumer):
         self.groups.append((*s.ds[n % 2], s.k.content[0]))
 
     def last_steps(self) -> None:
-        if self.p.turns and self.me == 0 and self.p.fault is not Fault.NO_LAST_TURN:
+        if self.me == 0 and self.p.fault is not Fault.NO_LAST_TURN:
             self.arrive(self.shared.turn[1])
         self.issue_late_dq(self.n)
         self.wait_groups(0)
@@ -332,7 +329,7 @@ class GradientConsumer(ScoreConsumer):
 def check(p: Protocol, every_order: bool = False) -> int:
     """How many states there are. Raises Violation."""
     shared = Shared(p)
-    by_keys = LateConsumer if p.late else Consumer
+    by_keys = TurnConsumer if p.in_turn else Consumer
     kinds = (by_keys, by_keys) if p.split is Split.KEYS else (ScoreConsumer, GradientConsumer)
     programs: list[Program] = [Producer(p, shared), *(kind(p, shared, me) for me, kind in enumerate(kinds))]
     if p.sender:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.backward_configurations import BACKWARD
 from flash3.backends.hopper import backward_budget
-from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath, Split
+from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath, Order, Split
 from flash3.mask import MaskKind
 
 
@@ -22,7 +22,7 @@ def test_every_pair_of_head_dims_has_tiles(softcap: bool, deterministic: bool) -
             assert qk >= d
             assert v >= dv
             spec = BackwardSpec(qk_width=qk, v_width=v, softcap=softcap, deterministic=deterministic)
-            assert backward_budget.problems(spec, backward_budget.choose(spec)) == []
+            assert backward_budget.problems(spec, backward_budget.choose(spec, 4096)) == []
 
 
 def test_the_list_covers_every_choice() -> None:
@@ -31,6 +31,7 @@ def test_the_list_covers_every_choice() -> None:
     assert {s.mask_kind for s in specs} == set(MaskKind)
     assert {t.dq_path for t in tiles} == set(DqPath)
     assert {t.split for t in tiles} == set(Split)
+    assert {t.order for t in tiles} == set(Order)
     assert {s.qk_width for s in specs} == {32, 64, 128, 256}
     assert {s.v_width for s in specs} == set(backward_budget.WIDTHS)
     for spec, tile in BACKWARD.values():
@@ -40,12 +41,16 @@ def test_the_list_covers_every_choice() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "word"),
     [
-        ("backward_128_full", {"q": 128, "kv_stages": 1}, "registers"),
-        ("backward_128_full", {"q_stages": 3}, "shared memory"),
+        ("backward_128_full", {"q": 128, "kv_stages": 1, "order": Order.TOGETHER}, "registers"),
+        ("backward_128_full", {"q_stages": 3}, "stages of Q, dO and dS"),
         ("backward_128_full", {"q": 96}, "q must be"),
         ("backward_128_full", {"kv": 64}, "kv must be"),
         ("backward_64_full", {"q": 64}, "width 128"),
-        ("backward_64_full", {"q_stages": 0}, "stage"),
+        ("backward_64_full", {"do_stages": 1}, "stages of Q, dO and dS"),
+        ("backward_256_full", {"q_stages": 0}, "need a stage"),
+        ("backward_256_full", {"order": Order.IN_TURN}, "turns need"),
+        ("backward_128_full_softcap", {"order": Order.IN_TURN}, "turns need"),
+        ("backward_128_full_shared", {"order": Order.IN_TURN}, "turns need"),
         ("backward_64_full", {"ds_stages": 3}, "dS"),
         ("backward_256_full", {"q_stages": 3}, "shared memory"),
         ("backward_256_full", {"kv_stages": 2}, "persistent"),
@@ -58,6 +63,17 @@ def test_what_does_not_fit_is_named(name: str, change: dict[str, Any], word: str
     spec, tiles = BACKWARD[name]
     found = backward_budget.problems(spec, replace(tiles, **change))
     assert any(word in reason for reason in found), found
+
+
+@pytest.mark.parametrize(
+    ("width", "mask", "heads", "in_turn_from"),
+    [(64, MaskKind.FULL, 1, 2048), (64, MaskKind.CAUSAL, 1, 4096), (128, MaskKind.FULL, 1, 1024), (128, MaskKind.CAUSAL, 4, 512)],
+)
+def test_turns_are_for_long_walks(width: int, mask: MaskKind, heads: int, in_turn_from: int) -> None:
+    spec = BackwardSpec(qk_width=width, v_width=width, mask_kind=mask, heads_per_kv=heads)
+    short, long, longer = (backward_budget.choose(spec, n) for n in (in_turn_from - 128, in_turn_from, 4 * in_turn_from))
+    assert (short.order, long.order, longer.order) == (Order.TOGETHER, Order.IN_TURN, Order.IN_TURN)
+    assert (short.persistent, long.persistent, longer.persistent) == ((True, False, False) if width == 64 else (False, False, True))
 
 
 def test_widths_that_no_kernel_has() -> None:

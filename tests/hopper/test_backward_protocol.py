@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.backward_configurations import BACKWARD
-from flash3.backends.hopper.backward_tiles import DqTime, Split
-from flash3.backends.hopper.tiles import Turns
+from flash3.backends.hopper.backward_tiles import Order, Split
 
 from .backward_protocol import Fault, Protocol, check
 from .machine import Violation
@@ -27,8 +26,7 @@ def protocols() -> set[Protocol]:
             do_stages=t.do_stages,
             split=t.split,
             sender=t.has_sender,
-            late=t.dq_time is DqTime.LATE,
-            turns=t.turns is Turns.PING_PONG,
+            in_turn=t.order is Order.IN_TURN,
         )
         for _, t in BACKWARD.values()
     }
@@ -40,8 +38,7 @@ def test_configurations(p: Protocol) -> None:
     check(replace(p, blocks=0))
 
 
-LATE = Protocol(blocks=4, late=True)
-TURNS = Protocol(blocks=3, late=True, turns=True)
+IN_TURN = Protocol(blocks=4, in_turn=True)
 FAULTS = [
     (Fault.Q_RELEASED_EARLY, replace(KEYS, q_stages=1), "overwrites"),
     (Fault.Q_RELEASED_EARLY, replace(ROLES, q_stages=1), "overwrites"),
@@ -54,8 +51,8 @@ FAULTS = [
     (Fault.NO_SLOT_BARRIER, SENT, "dQ half"),
     (Fault.SENT_UNREAD, SENT, "dQ half"),
     (Fault.P_NOT_AWAITED, ROLES, "P holds"),
-    (Fault.NO_READ_BARRIER, LATE, "dS"),
-    (Fault.NO_LAST_TURN, TURNS, "deadlock"),
+    (Fault.NO_READ_BARRIER, IN_TURN, "dS"),
+    (Fault.NO_LAST_TURN, IN_TURN, "deadlock"),
     (Fault.ARRIVAL_TOO_MANY, replace(KEYS, q_stages=1), "deadlock"),
 ]
 

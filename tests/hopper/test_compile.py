@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 # Instructions in the loop over blocks that every row sees in full, together with the rarely run way of taking a block again (about 381 of
 # the 693 at d128).
 INTERIOR = {
-    "64_full": 533,
+    "64_full": 661,
     "64_full_short": 326,
     "64_full_middle": 430,
     "64_causal": 431,

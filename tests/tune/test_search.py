@@ -317,7 +317,7 @@ def test_hopper_s_backward_space_is_legal(width: int, deterministic: bool) -> No
     from flash3.backends.hopper.backward_tiles import BackwardSpec
 
     spec = BackwardSpec(qk_width=width, v_width=width, deterministic=deterministic)
-    own = backward_budget.choose(spec)
+    own = backward_budget.choose(spec, 4096)
     found = backward_space.legal(spec, own)
     assert found[0] == own
     assert len(found) == len(set(found)) >= (1 if deterministic else 3)

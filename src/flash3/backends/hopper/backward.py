@@ -11,20 +11,24 @@ shared memory.
 roles       warps      registers      job
 producer    0          24             TMA loads of K, V, Q, dO; bulk loads of L and D beside Q and dO
 sender      1          24             DqPath.SHARED: adds dQ to global memory by bulk reduction
+spare       1 2 3      24             DqPath.REGISTERS: clear dQ's sum for tiles that come later (backward_clear.py)
 consumer i  4(i+1) …   240            Split.KEYS: 64 keys, all five matmuls (backward_consumer.py); Split.ROLES, for widths over 128: the
                                       same 64 keys, P and dV or dS and dK, half of dQ (backward_roles.py)
 
-pipes       cargo              stages            filled by   emptied by                     arrivals to empty
-k, v        K, V tile          1                 TMA         nobody: one tile a block
-q           Q block and L      tiles.q_stages    TMA, bulk   consumers, after dK += dSᵀ·Q   one per consumer warp
-do          dO block and D     tiles.do_stages   TMA, bulk   consumers, after dV += Pᵀ·dO   one per consumer warp
-dS has two buffers: who writes the next block's has passed the barrier of this one, so nobody reads that of the one before.
+pipes       cargo              stages            filled by   emptied by                            arrivals to empty
+k, v        K, V tile          tiles.kv_stages   TMA         consumers, after a tile: persistent    one per consumer warp
+q           Q block and L      tiles.q_stages    TMA, bulk   consumers, after dK += dSᵀ·Q          one per consumer warp
+do          dO block and D     tiles.do_stages   TMA, bulk   consumers, after dV += Pᵀ·dO          one per consumer warp
+dS has two buffers: who writes the next block's has passed the barrier of this one, so nobody reads that of the one before. With Split.KEYS
+Q, dO and dS of a block have the same place in their rings.
 
 barriers    0 the block, once · 1 dS of both consumers is written · 2 both have read K for the last time (dK goes out in its place)
             3+i consumer i's threads, around its rows of dK, dV · 5+i, 7+i its half of dQ is free, full (dq.py)
-            9 Split.ROLES: P is in shared memory
+            9 Split.ROLES: P is in shared memory · Order.IN_TURN: 5+i consumer i's turn, 8+2i+j it has written dS into stage j,
+            12+2i+j it has read that
 
-timeline    Split.KEYS, one block:   Sᵀ dPᵀ │ P under dPᵀ │ dS → shared memory │ barrier │ dQ dV dK, dQ leaves under dV and dK
+timeline    Split.KEYS, a block, both consumers in step:   Sᵀ dPᵀ │ P │ dS → shared memory │ barrier │ dQ │ dV dK, dQ leaves among them
+            Order.IN_TURN, for each:   │ dQ₋₁ dV dK, Sᵀ dPᵀ of the next block │ its P, dS → shared memory, under the other's turn │
             Nothing is in flight over a loop's edge, and S, dP, dQ are new tensors in every block: else ptxas serializes all matmuls.
 
 limits      16-bit inputs; rows of 16 bytes; a tile's first query row fits 32 bits
@@ -34,20 +38,21 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
 from .backward_barriers import BackwardBarrierId, sync_consumers
-from .backward_consumer import Consumer, LateConsumer, StagedRowsRead, walk_tile
+from .backward_clear import FIRST_SPARE_WARP, clear_slice, clears_ahead
+from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
 from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, produce, produce_next
 from .backward_operands import BackwardOperands
 from .backward_order import Turns
 from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_schedule import KeyDispatcher, KeyFollower
-from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, DqTime, Split
+from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split
 from .dq import HandOver, RegisterReduction, Sender, send_all
 from .extents import extent_of
 from .fragments import LANES_PER_ROW
@@ -75,9 +80,9 @@ class Buffers:
 class Parts:
     """What a consumer is put together from."""
 
-    def __init__(self, kernel, ops: BackwardOperands, tile: KeyTile, buffers: Buffers, q_out, do_out, thread, me):
+    def __init__(self, kernel, ops: BackwardOperands, tile: KeyTile, buffers: Buffers, q_pipe, do_pipe, thread, me):
         self.spec, self.tiles = kernel.spec, kernel.tiles
-        self.ops, self.tile, self.buffers, self.q_out, self.do_out = ops, tile, buffers, q_out, do_out
+        self.ops, self.tile, self.buffers, self.q_pipe, self.do_pipe = ops, tile, buffers, q_pipe, do_pipe
         self.all_thread, self.me = thread, me
         by_keys = self.tiles.split is Split.KEYS
         self.thread = thread if by_keys else thread % roles.WARPGROUP_THREADS
@@ -95,16 +100,20 @@ class Parts:
         """K or V, over its stages."""
         return self.scores.make_fragment_A(self.scores.get_slice(self.at).partition_A(sX))
 
-    def read(self, sX, mma, width, stages, rows, pipe) -> StagedRowsRead:
+    def read(self, sX, mma, width, stages, rows, pipe) -> StagedRowsRead | StagedRows:
         part = self.scores.get_slice(self.at)
         transposed = mma.get_slice(self.at).partition_B(storage.transposed(sX, width, self.tiles.q, stages))
-        return StagedRowsRead(self.scores.make_fragment_B(part.partition_B(sX)), mma.make_fragment_B(transposed), rows, pipe, pipe.clone())
+        operands = self.scores.make_fragment_B(part.partition_B(sX)), mma.make_fragment_B(transposed), rows
+        if self.tiles.split is Split.KEYS:
+            return StagedRows(*operands, pipe)
+        consumer = pipe.make_consumer()
+        return StagedRowsRead(*operands, consumer, consumer.clone())
 
-    def queries(self) -> StagedRowsRead:
-        return self.read(self.buffers.Q, self.dk_mma, self.spec.qk_width, self.tiles.q_stages, self.buffers.L, self.q_out)
+    def queries(self) -> StagedRowsRead | StagedRows:
+        return self.read(self.buffers.Q, self.dk_mma, self.spec.qk_width, self.tiles.q_stages, self.buffers.L, self.q_pipe)
 
-    def douts(self) -> StagedRowsRead:
-        return self.read(self.buffers.dO, self.dv_mma, self.spec.v_width, self.tiles.do_stages, self.buffers.D, self.do_out)
+    def douts(self) -> StagedRowsRead | StagedRows:
+        return self.read(self.buffers.dO, self.dv_mma, self.spec.v_width, self.tiles.do_stages, self.buffers.D, self.do_pipe)
 
     def total(self, mma, width):
         """An accumulator of dK or dV."""
@@ -158,7 +167,7 @@ class Parts:
             dV=self.total(self.dv_mma, self.spec.v_width),
             ds_copy=ds_copy,
             ds_to=ds_to,
-            ds_stage=Int32(0),
+            at=pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tiles.q_stages),
             kv_stage=Int32(0),
             dq=self.dq_path(),
             weights=self.weights(),
@@ -169,9 +178,9 @@ class Parts:
             spec=self.spec,
             tiles=self.tiles,
         )
-        if self.tiles.dq_time is DqTime.AT_ONCE:
+        if self.tiles.order is Order.TOGETHER:
             return Consumer(**fields)
-        return LateConsumer(**fields, me=self.me, late_record=Int32(0), ds_words=self.ds_words())
+        return TurnConsumer(**fields, me=self.me, late_record=Int32(0), ds_words=self.ds_words())
 
     def ds_words(self):
         """This thread's part of dS in shared memory, to clear it."""
@@ -277,12 +286,12 @@ class BackwardKernel:
         size = spec.dtype.bytes
 
         def pipe(stages, stage_bytes):
-            return tma_pipe(smem, tiles.consumers, stages, stage_bytes).make_participants()
+            return tma_pipe(smem, tiles.consumers, stages, stage_bytes)
 
-        q_in, q_out = pipe(tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
-        do_in, do_out = pipe(tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
-        k_in, k_out = pipe(tiles.kv_stages, size * tiles.kv * spec.qk_width)
-        v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width)
+        q_pipe = pipe(tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
+        do_pipe = pipe(tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
+        k_in, k_out = pipe(tiles.kv_stages, size * tiles.kv * spec.qk_width).make_participants()
+        v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
             box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS)
@@ -293,7 +302,7 @@ class BackwardKernel:
         if warpgroup == roles.PRODUCER_WARPGROUP:
             cute.arch.setmaxregister_decrease(roles.producer_registers(tiles))
             if warp_number == 0:
-                load = self.loads(ops, buffers, q_in, do_in, k_in, v_in, thread)
+                load = self.loads(ops, buffers, q_pipe.make_producer(), do_pipe.make_producer(), k_in, v_in, thread)
                 if const_expr(tiles.persistent):
                     self.produce_tiles(ops, load, box, work_in, thread)
                 else:
@@ -301,11 +310,14 @@ class BackwardKernel:
             if const_expr(tiles.has_sender):
                 if warp_number == 1:
                     self.send_tile(ops, buffers, thread % 32)
+            if const_expr(clears_ahead(spec, tiles)):
+                if warp_number >= FIRST_SPARE_WARP:
+                    self.clear_column_ahead(ops, thread - 32 * FIRST_SPARE_WARP)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
-            keys = TileKeys.create(k_out, v_out)
-            parts = Parts(self, ops, self.tile(ops), buffers, q_out, do_out, thread - roles.WARPGROUP_THREADS, me)
+            keys = TileKeys(k_out, v_out)
+            parts = Parts(self, ops, self.tile(ops), buffers, q_pipe, do_pipe, thread - roles.WARPGROUP_THREADS, me)
             if const_expr(tiles.persistent):
                 self.consume_tiles(parts, keys, KeyFollower(Int32(0), box, work_out))
             else:
@@ -344,6 +356,17 @@ class BackwardKernel:
         if self.exists(tile):
             sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, lane, self.turns(ops, tile), self.spec, self.tiles)
             send_all(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
+
+    @cute.jit
+    def clear_column_ahead(self, ops, thread):
+        """thread: among the spare warps."""
+        spec, tiles, z, tile = self.spec, self.tiles, ops.sizes, self.tile(ops)
+        column = tile.kv_head * z.batch + tile.batch + z.columns_ahead
+        kv_head = column // z.batch
+        if kv_head < z.kv_heads:
+            blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + tiles.kv - 1) // tiles.kv
+            record = kv_head * spec.heads_per_kv * z.q_blocks + (column - kv_head * z.batch) * blocks
+            clear_slice(ops.statistics, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, thread, spec, tiles)
 
     @cute.jit
     def consume_tile(self, parts, keys, me: Int32):

@@ -10,8 +10,8 @@ from .roles import WARPGROUP_THREADS
 
 
 class BackwardBarrierId(enum.IntEnum):
-    """Barrier 0 belongs to the whole block. GRADIENT, SLOT_FREE, SLOT_FULL, and TURN are families: id + consumer number. What late
-    and sending consumers use for themselves may have the same numbers."""
+    """Barrier 0 belongs to the whole block. GRADIENT, SLOT_FREE, SLOT_FULL, and TURN are families: id + consumer number. What consumers
+    in turn and those with a sender use for themselves may have the same numbers."""
 
     BLOCK = 0
     SCORE_GRADIENTS = 1  # dS of both consumers is in shared memory
@@ -19,10 +19,10 @@ class BackwardBarrierId(enum.IntEnum):
     GRADIENT = 3  # consumer i's threads, around its rows of dK and dV in shared memory
     SLOT_FREE = 5  # consumer i's half of dQ may be overwritten
     SLOT_FULL = 7  # consumer i's half of dQ is complete
-    TURN = 5  # DqTime.LATE, which has no sender: consumer i may issue its matmuls
+    TURN = 5  # Order.IN_TURN, which has no sender: consumer i may issue its matmuls
     PROBABILITIES = 9  # Split.ROLES: P is in shared memory
-    WRITTEN = 8  # DqTime.LATE: consumer i has written its half of dS into stage j, id + 2i + j
-    READ = 12  # DqTime.LATE: consumer i has read both halves in stage j, id + 2i + j
+    WRITTEN = 8  # Order.IN_TURN: consumer i has written its half of dS into stage j, id + 2i + j
+    READ = 12  # Order.IN_TURN: consumer i has read both halves in stage j, id + 2i + j
 
 
 @cute.jit

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...mask import MaskKind
 from . import roles
-from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, DqTime, Split
+from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split
 from .budget import ALIGNMENT_BYTES, BARRIER_BYTES, SMEM_PER_BLOCK_BYTES, WORK_STAGES
-from .tiles import Turns
 
 WIDTHS = (32, 64, 96, 128, 192, 256)
 """Tile widths of value_dim, and, but for 96 and 192, of head_dim."""
 NARROW, WIDE, WIDEST = 64, 128, 256
 WORK_WORDS = 4
 """int32 words of the box that carries a tile's number to the consumers, of which one is used."""
+IN_TURN_FROM = 16
+"""Blocks of queries in the mean walk of a tile, over all heads: the first and the last turns, in which one consumer waits, must pay."""
+PERSISTENT_FROM = 64
+"""The same, for persistent blocks of width 128."""
+BLOCK_STAGES = 2
+"""Split.KEYS: of Q, dO and dS, which go together: one place in the ring for all three, and 2, so that its number is dS's parity too."""
 BESIDE_ACCUMULATORS = 12
 """Registers that a loop needs besides matmul operands and results."""
 
@@ -26,16 +33,25 @@ def widths_of(head_dim: int, value_dim: int, softcap: bool = False) -> tuple[int
     return (qk, v) if max(qk, v) <= NARROW and not softcap else (WIDE, v)
 
 
-def choose(spec: BackwardSpec) -> BackwardTiles:
-    """Tiles for a problem that no tuned table covers."""
+def choose(spec: BackwardSpec, q_len: int) -> BackwardTiles:
+    """Tiles for up to q_len queries a sequence, of a problem that no tuned table covers. The reasons are measurements, in
+    docs/performance.md."""
     path = DqPath.ORDERED if spec.deterministic else DqPath.REGISTERS
     if spec.qk_width == WIDEST:
         stages = 1 if spec.deterministic else 2  # the float32 dQ takes 64 KB
         return BackwardTiles(q=64, kv=KEYS_PER_CONSUMER, split=Split.ROLES, dq_path=path, q_stages=stages, do_stages=stages)
-    # Measured (docs/performance.md): with a mask, or at width 64, where two consumers have no registers for what a persistent block must
-    # remember, a block for each tile is faster.
-    persistent = spec.qk_width == WIDE and spec.mask_kind is MaskKind.FULL and not spec.deterministic and not spec.is_ragged
-    return BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path, kv_stages=2 if persistent else 1)
+    tiles = BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path)
+    if spec.deterministic or spec.mask_kind not in (MaskKind.FULL, MaskKind.CAUSAL):
+        return tiles
+    walk = q_len * spec.heads_per_kv // tiles.q // (2 if spec.mask_kind is MaskKind.CAUSAL else 1)
+    in_turn = walk >= IN_TURN_FROM and not spec.softcap
+    if spec.is_ragged:
+        persistent = False
+    elif spec.qk_width < WIDE:  # turns leave no register for what a persistent block must remember
+        persistent = not in_turn
+    else:  # its float32 sum of dQ is cleared before, not beside (backward_clear): only long calls pay for that
+        persistent = walk >= PERSISTENT_FROM
+    return replace(tiles, order=Order.IN_TURN if in_turn else Order.TOGETHER, kv_stages=2 if persistent else 1)
 
 
 def tile_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> dict[str, int]:
@@ -69,10 +85,12 @@ def smem_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> int:
 
 def accumulator_registers(spec: BackwardSpec, tiles: BackwardTiles) -> int:
     """Registers of a consumer thread that hold matmul operands and results: dK, dV or one of them, and the larger of (S, dP, P) and (P,
-    dS, dQ)."""
+    dS, dQ); in turn of (P, dP, dQ) and (dS, S, P)."""
     scores, dq = tiles.q // 2, tiles.q * spec.qk_width // (2 * roles.WARPGROUP_THREADS)
     if tiles.split is Split.ROLES:
         return max(spec.qk_width, spec.v_width) // 2 + max(2 * scores + scores // 2, scores // 2 + dq)
+    if tiles.order is Order.IN_TURN:
+        return (spec.qk_width + spec.v_width) // 2 + scores + scores // 2 + max(dq, scores // 2)
     return (spec.qk_width + spec.v_width) // 2 + max(2 * scores + scores // 2, scores + dq)
 
 
@@ -89,15 +107,15 @@ def problems(spec: BackwardSpec, tiles: BackwardTiles) -> list[str]:
         found.append(f"kv must be {keys}, got {tiles.kv}")
     if tiles.dq_transposed and spec.qk_width != WIDE:
         found.append(f"64 queries at a time need width {WIDE} of queries and keys, got {spec.qk_width}")
-    if min(tiles.q_stages, tiles.do_stages) < 1 or tiles.ds_stages != 2:
-        found.append(f"rings need a stage, and that of dS two, got {tiles.q_stages}, {tiles.do_stages} and {tiles.ds_stages}")
+    stages = tiles.q_stages, tiles.do_stages, tiles.ds_stages
+    if by_roles and (min(stages) < 1 or tiles.ds_stages != 2):
+        found.append(f"rings of Q and dO need a stage, that of dS two, got {stages}")
+    if not by_roles and stages != (BLOCK_STAGES,) * 3:
+        found.append(f"consumers that share keys have {BLOCK_STAGES} stages of Q, dO and dS, got {stages}")
     if tiles.persistent and (spec.is_ragged or by_roles or tiles.has_sender):
         found.append("persistent blocks need sequences of equal lengths, consumers that share keys, and dQ from registers")
-    late = tiles.dq_time is DqTime.LATE
-    if late and (by_roles or tiles.has_sender):
-        found.append("a late dQ needs consumers that share keys, and dQ from registers")
-    if tiles.turns is Turns.PING_PONG and not late:
-        found.append("turns need a late dQ: else the consumers go in step")
+    if tiles.order is Order.IN_TURN and (by_roles or tiles.has_sender or spec.softcap):
+        found.append("turns need consumers that share keys, dQ from registers, and no softcap: dS is made from the 16-bit P")
     if spec.deterministic and tiles.dq_path is not DqPath.ORDERED:
         found.append(f"a deterministic backward needs the ordered path of dQ, got {tiles.dq_path.value}")
     if found:

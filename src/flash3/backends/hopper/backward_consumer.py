@@ -1,27 +1,30 @@
-"""The consumers of the backward that share a tile by keys (Split.KEYS), and the walk over the blocks of queries."""
+"""The consumers of the backward that share a tile by keys (Split.KEYS), and the walk over the blocks of queries.
+
+A warpgroup that issues matmuls is held until about the last of them has begun (measured: docs/performance.md), so its exponentials are not
+hidden by matmuls of its own, but by those of the other consumer: Order.IN_TURN.
+"""
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 
 from ...mask import MaskKind
 from . import backward_storage
 from .backward_barriers import BackwardBarrierId, arrive_consumers, sync_consumers
-from .backward_tiles import BackwardSpec, BackwardTiles, DqTime
+from .backward_tiles import BackwardSpec, BackwardTiles, Order
 from .fragments import convert
 from .matmul import issue, wait_matmuls
 from .queryblocks import QueryBlocks, block_at
-from .tiles import Turns
 from .weights import Weights, read_rows, to_score_gradients
 
 
 @dataclass
 class StagedRowsRead:
-    """Consumer end of Q or dO: the stage as operand of both products, and its rows' statistic. Given back later than waited for."""
+    """Consumer end of Q or dO: the stages as operand of both products, and their rows' statistic. Given back later than waited for."""
 
-    operand: cute.Tensor  # B of the scores: rows × columns
+    operand: cute.Tensor  # B of the scores: rows × columns, over the stages
     transposed: cute.Tensor  # B of the gradients: columns × rows
     rows: cute.Tensor  # (words, stage)
     waiting: object
@@ -35,6 +38,24 @@ class StagedRowsRead:
     def release(self):
         self.releasing.release()
         self.releasing.advance()
+
+
+@dataclass
+class StagedRows:
+    """The same for who knows the place in the ring: registers are few, and Q, dO and dS of a block have one place."""
+
+    operand: cute.Tensor  # B of the scores: rows × columns, over the stages
+    transposed: cute.Tensor  # B of the gradients: columns × rows
+    rows: cute.Tensor  # (words, stage)
+    pipe: cutlass.Constexpr[pipeline.PipelineTmaAsync]
+
+    @cute.jit
+    def wait(self, at: pipeline.PipelineState):
+        self.pipe.consumer_wait(at)
+
+    @cute.jit
+    def release(self, at: pipeline.PipelineState):
+        self.pipe.consumer_release(at)
 
 
 def register_operand(mma: cute.TiledMma, tiles: BackwardTiles):
@@ -51,13 +72,13 @@ class Consumer:
     V: cute.Tensor  # A of dPᵀ
     K_dq: cute.Tensor  # operands of dQ
     dS_dq: cute.Tensor
-    queries: StagedRowsRead
-    douts: StagedRowsRead
+    queries: StagedRows
+    douts: StagedRows
+    at: pipeline.PipelineState  # the block's place in the rings of Q, dO and dS
     dK: cute.Tensor
     dV: cute.Tensor
     ds_copy: cute.TiledCopy
     ds_to: cute.Tensor  # this thread's part of dS in shared memory, over the stages
-    ds_stage: Int32
     kv_stage: Int32
     dq: object  # RegisterReduction or HandOver
     weights: Weights
@@ -85,34 +106,43 @@ class Consumer:
     def block(self, q_block: Int32, masked: cutlass.Constexpr[bool], coarse: cutlass.Constexpr[bool]):
         S, dP, dQ = self.new_scores(), self.new_scores(), self.new_dq()
         P, dS = self.new_operand(self.dv_mma), self.new_operand(self.dk_mma)
-        q, do = self.issue_scores(S, dP, coarse)
-        self.weigh(S, dP, P, dS, q, do, q_block, masked, coarse)
+        self.issue_scores(S, dP, coarse)
+        self.weigh(S, dP, P, dS, q_block, masked, coarse)
         self.store_ds(dS)
         sync_consumers(BackwardBarrierId.SCORE_GRADIENTS)
-        self.issue_dq(dQ, self.ds_stage)
-        self.issue_gradients(P, dS, q, do)
-        wait_matmuls(2)
-        self.dq.add(dQ, self.weights.record + q_block)  # under dV and dK
+        self.issue_dq(dQ, self.at.index)
+        if const_expr(self.tiles.has_sender):
+            self.issue_gradients(P, dS)
+            wait_matmuls(2)
+            self.dq.add(dQ, self.weights.record + q_block)
+        else:  # reductions are slow to issue: they go among the matmuls
+            wait_matmuls(0)
+            self.dq.add(dQ, self.weights.record + q_block)
+            self.issue_gradients(P, dS)
         wait_matmuls(0)
-        self.douts.release()
-        self.queries.release()
-        self.ds_stage = self.ds_stage ^ 1
+        self.release()
+
+    @cute.jit
+    def release(self):
+        """Q and dO of this block; and on to the next one."""
+        self.douts.release(self.at)
+        self.queries.release(self.at)
+        self.at.advance()
 
     @cute.jit
     def issue_scores(self, S: cute.Tensor, dP: cute.Tensor, coarse: cutlass.Constexpr[bool]):
         """Sᵀ = K·Qᵀ, and dPᵀ = V·dOᵀ but in the rare walk, which has not the registers for both."""
-        q = self.queries.wait()
+        self.queries.wait(self.at)
         K = self.K[None, None, None, self.kv_stage]
-        issue(self.scores_mma, S, K, self.queries.operand[None, None, None, q], accumulate=False)
-        do = self.douts.wait()
+        issue(self.scores_mma, S, K, self.queries.operand[None, None, None, self.at.index], accumulate=False)
+        self.douts.wait(self.at)
         if const_expr(not coarse):
-            self.issue_dp(dP, do)
-        return q, do
+            self.issue_dp(dP)
 
     @cute.jit
-    def issue_dp(self, dP: cute.Tensor, do: Int32):
+    def issue_dp(self, dP: cute.Tensor):
         V = self.V[None, None, None, self.kv_stage]
-        issue(self.scores_mma, dP, V, self.douts.operand[None, None, None, do], accumulate=False)
+        issue(self.scores_mma, dP, V, self.douts.operand[None, None, None, self.at.index], accumulate=False)
 
     @cute.jit
     def weigh(
@@ -121,31 +151,30 @@ class Consumer:
         dP: cute.Tensor,
         P: cute.Tensor,
         dS: cute.Tensor,
-        q: Int32,
-        do: Int32,
         q_block: Int32,
         masked: cutlass.Constexpr[bool],
         coarse: cutlass.Constexpr[bool],
     ):
-        """Scores become P, under dP; and dP becomes dS."""
+        """Scores become P, and dP becomes dS."""
         wait_matmuls(0 if coarse else 1)
-        self.weights.apply(S, P, q, q_block, masked, coarse)
+        self.weights.apply(S, P, self.at.index, q_block, masked, coarse)
         if const_expr(coarse):
-            self.issue_dp(dP, do)
-        delta = read_rows(self.douts.rows, do, self.weights.first_column, self.tiles)
+            self.issue_dp(dP)
+        delta = read_rows(self.douts.rows, self.at.index, self.weights.first_column, self.tiles)
         wait_matmuls(0)
         to_score_gradients(dP, S, delta)
         convert(dP, dS)
 
     @cute.jit
-    def store_ds(self, dS: cute.Tensor):
-        cute.copy(self.ds_copy, self.ds_copy.retile(dS), self.ds_to[None, None, None, self.ds_stage])
-        cute.arch.fence_view_async_shared()
+    def issue_gradients(self, P: cute.Tensor, dS: cute.Tensor):
+        """dV += Pᵀ·dO, dK += dSᵀ·Q."""
+        issue(self.dv_mma, self.dV, P, self.douts.transposed[None, None, None, self.at.index], accumulate=True)
+        issue(self.dk_mma, self.dK, dS, self.queries.transposed[None, None, None, self.at.index], accumulate=True)
 
     @cute.jit
-    def issue_gradients(self, P: cute.Tensor, dS: cute.Tensor, q: Int32, do: Int32):
-        issue(self.dv_mma, self.dV, P, self.douts.transposed[None, None, None, do], accumulate=True)  # dV += Pᵀ·dO
-        issue(self.dk_mma, self.dK, dS, self.queries.transposed[None, None, None, q], accumulate=True)  # dK += dSᵀ·Q
+    def store_ds(self, dS: cute.Tensor):
+        cute.copy(self.ds_copy, self.ds_copy.retile(dS), self.ds_to[None, None, None, self.at.index])
+        cute.arch.fence_view_async_shared()
 
     def new_dq(self):
         shape = backward_storage.dq_shape(self.spec, self.tiles)
@@ -168,10 +197,11 @@ class Consumer:
 
 
 @dataclass
-class LateConsumer(Consumer):
-    """dQ of a block is computed beside dV and dK of the next one, so the two consumers need not be at the same place.
+class TurnConsumer(Consumer):
+    """A turn is dQ, dV and dK of a block and S and dP of the next one; the softmax lies under the other consumer's turn.
 
-    Before a tile's first block a stage of dS is cleared, so that there is a block before it, whose dQ is 0.
+    dQ is that of the block before: it wants dS of both consumers, and the other's has long been written then. Before a tile's first block a
+    stage of dS is cleared, so that there is a block before it, whose dQ is 0.
     """
 
     me: Int32
@@ -180,40 +210,38 @@ class LateConsumer(Consumer):
 
     @cute.jit
     def first_steps(self, record: Int32):
+        """Of a tile."""
         self.late_record = record
-        before = self.ds_stage ^ 1
+        before = self.at.index ^ 1
         self.ds_words[None, before].fill(0)
         cute.arch.fence_view_async_shared()
         arrive_consumers(BackwardBarrierId.WRITTEN + 2 * self.me + before)
-        arrive_consumers(BackwardBarrierId.READ + 2 * self.me + self.ds_stage)
-        if const_expr(self.tiles.turns is Turns.PING_PONG):
-            if self.me == 1:
-                self.take_turn()
+        arrive_consumers(BackwardBarrierId.READ + 2 * self.me + self.at.index)
+        if self.me == 1:
+            self.take_turn()
 
     @cute.jit
     def last_steps(self):
-        if const_expr(self.tiles.turns is Turns.PING_PONG):
-            if self.me == 0:
-                self.pass_turn()
+        """Of a tile."""
+        if self.me == 0:
+            self.pass_turn()
         dQ = self.new_dq()
         self.issue_late_dq(dQ)
         wait_matmuls(0)
         self.dq.add(dQ, self.late_record)
-        sync_consumers(BackwardBarrierId.READ + 2 * (1 - self.me) + self.ds_stage)
+        sync_consumers(BackwardBarrierId.READ + 2 * (1 - self.me) + self.at.index)
 
     @cute.jit
     def take_turn(self):
-        if const_expr(self.tiles.turns is Turns.PING_PONG):
-            sync_consumers(BackwardBarrierId.TURN + self.me)
+        sync_consumers(BackwardBarrierId.TURN + self.me)
 
     @cute.jit
     def pass_turn(self):
-        if const_expr(self.tiles.turns is Turns.PING_PONG):
-            arrive_consumers(BackwardBarrierId.TURN + (1 - self.me))
+        arrive_consumers(BackwardBarrierId.TURN + (1 - self.me))
 
     @cute.jit
     def issue_late_dq(self, dQ: cute.Tensor):
-        before = self.ds_stage ^ 1
+        before = self.at.index ^ 1
         sync_consumers(BackwardBarrierId.WRITTEN + 2 * (1 - self.me) + before)
         self.issue_dq(dQ, before)
 
@@ -221,23 +249,21 @@ class LateConsumer(Consumer):
     def block(self, q_block: Int32, masked: cutlass.Constexpr[bool], coarse: cutlass.Constexpr[bool]):
         S, dP, dQ = self.new_scores(), self.new_scores(), self.new_dq()
         P, dS = self.new_operand(self.dv_mma), self.new_operand(self.dk_mma)
-        q, do = self.issue_scores(S, dP, coarse)
+        self.issue_scores(S, dP, coarse)
         self.pass_turn()
-        self.weigh(S, dP, P, dS, q, do, q_block, masked, coarse)
-        sync_consumers(BackwardBarrierId.READ + 2 * (1 - self.me) + self.ds_stage)
+        self.weigh(S, dP, P, dS, q_block, masked, coarse)
+        sync_consumers(BackwardBarrierId.READ + 2 * (1 - self.me) + self.at.index)
         self.store_ds(dS)
-        arrive_consumers(BackwardBarrierId.WRITTEN + 2 * self.me + self.ds_stage)
+        arrive_consumers(BackwardBarrierId.WRITTEN + 2 * self.me + self.at.index)
         self.take_turn()
         self.issue_late_dq(dQ)
-        self.issue_gradients(P, dS, q, do)
-        wait_matmuls(2)
-        arrive_consumers(BackwardBarrierId.READ + 2 * self.me + (self.ds_stage ^ 1))
-        self.dq.add(dQ, self.late_record)  # under dV and dK
         wait_matmuls(0)
-        self.douts.release()
-        self.queries.release()
+        arrive_consumers(BackwardBarrierId.READ + 2 * self.me + (self.at.index ^ 1))
+        self.dq.add(dQ, self.late_record)  # among dV and dK
+        self.issue_gradients(P, dS)
+        wait_matmuls(0)
+        self.release()
         self.late_record = self.weights.record + q_block
-        self.ds_stage = self.ds_stage ^ 1
 
 
 @cute.jit
@@ -273,7 +299,7 @@ def walk_heads(c, blocks: QueryBlocks, q_blocks: Int32, coarse: cutlass.Constexp
 
 @cute.jit
 def walk_tile(c, blocks: QueryBlocks, q_blocks: Int32, coarse: Boolean):
-    if const_expr(c.tiles.dq_time is DqTime.LATE):
+    if const_expr(c.tiles.order is Order.IN_TURN):
         if blocks.count() > 0:
             c.first_steps(c.weights.record + blocks.first)
             c = walk_either(c, blocks, q_blocks, coarse)

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
 from . import storage
 from .backward_barriers import sync_gradient
+from .backward_clear import clears_ahead, wait_cleared
 from .backward_schedule import KeyDispatcher
 from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, Split
 from .bulk import bulk_load
@@ -82,6 +83,8 @@ def produce(
 ):
     """Loads of one work tile, in the order in which they are read."""
     load.load_keys(tile)
+    if const_expr(clears_ahead(spec, tiles)):
+        wait_cleared(load.q.statistics, tile.record, (tile.k.length + tiles.kv - 1) // tiles.kv, tiles)
     for head in cutlass.range(spec.heads_per_kv, unroll=1):
         for i in cutlass.range(blocks.count(), unroll=1):
             load.load_queries(tile, head, block_at(blocks, i, spec, tiles, cutlass.min, cutlass.max))
@@ -162,26 +165,20 @@ class GradientStore:
 
 @dataclass
 class TileKeys:
-    """Consumer end of K and V, a stage for each tile; given back later than waited for."""
+    """Consumer end of K and V, a stage for each tile."""
 
-    waiting_k: object
-    waiting_v: object
-    releasing_k: object
-    releasing_v: object
-
-    @staticmethod
-    def create(k_pipe, v_pipe):
-        return TileKeys(k_pipe, v_pipe, k_pipe.clone(), v_pipe.clone())
+    k: object
+    v: object
 
     @cute.jit
     def wait(self):
-        stage = self.waiting_k.wait_and_advance().index
-        self.waiting_v.wait_and_advance()
-        return stage
+        self.v.wait()
+        return self.k.wait().index
 
     @cute.jit
     def release(self):
-        self.releasing_k.release()
-        self.releasing_k.advance()
-        self.releasing_v.release()
-        self.releasing_v.advance()
+        """And on to the next tile's."""
+        self.k.release()
+        self.k.advance()
+        self.v.release()
+        self.v.advance()

@@ -35,6 +35,7 @@ class BackwardSizes:
     batch: Int32
     kv_heads: Int32
     q_blocks: Int32  # blocks of queries in the batch (blocklist), for each head
+    columns_ahead: Int32  # backward_clear
 
 
 @dataclass

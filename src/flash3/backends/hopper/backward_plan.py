@@ -13,6 +13,7 @@ from ...problem import Problem, Request
 from ...sequences import Packed, SequenceKind
 from ..base import Gradients, Saved
 from . import backward_launch
+from .arguments import arrays_of, layout_of, tma_ready
 from .backward_tiles import BackwardSpec, BackwardTiles, statistics_words
 from .tiles import SequenceLayout
 
@@ -46,9 +47,6 @@ class Backward:
     problem: Problem
     tiles: BackwardTiles
     kernels: Callable[[BackwardSpec, BackwardTiles], Kernel]
-    layout: Callable[..., SequenceLayout]
-    arrays: Callable[..., tuple[Tensor | None, ...] | None]
-    tma_ready: Callable[[Tensor], Tensor]
     ready: dict[tuple[Layouts, bool], Kernel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,7 +60,7 @@ class Backward:
             with torch.cuda.device(index):
                 self(request, saved, gradients)
             return
-        layouts = self.layout(request.q_sequences), self.layout(request.k_sequences)
+        layouts = layout_of(request.q_sequences), layout_of(request.k_sequences)
         self._clear(gradients, layouts)
         if self.nothing:
             self._sink_alone(request, saved, gradients)
@@ -72,15 +70,14 @@ class Backward:
             torch.empty(t.shape, dtype=t.dtype, device=t.device) if g is None else g
             for t, g in ((request.q, gradients.dq), (request.k, gradients.dk), (request.v, gradients.dv))
         )
-        ready = self.tma_ready
         d_lse = gradients.d_lse
         self._kernel(layouts, d_lse is not None)(
-            *(ready(t) for t in (request.q, request.k, request.v, saved.out, gradients.d_out)),
+            *(tma_ready(t) for t in (request.q, request.k, request.v, saved.out, gradients.d_out)),
             saved.lse.contiguous(),
             None if d_lse is None else d_lse.float().contiguous(),
             request.sink,
             *(dq, dk, dv, statistics, words),
-            *(self.arrays(s) for s in (request.q_sequences, request.k_sequences)),
+            *(arrays_of(s) for s in (request.q_sequences, request.k_sequences)),
             self.numbers,
         )
         if gradients.d_sink is not None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from . import backward_budget
-from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, DqPath, DqTime, Split
-from .tiles import Turns
+from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, DqPath, Order, Split
 
 STAGES = (2, 1, 3)
 
@@ -22,8 +21,8 @@ def legal(spec: BackwardSpec, own: BackwardTiles) -> list[BackwardTiles]:
 
 def _combinations(spec: BackwardSpec) -> Iterator[BackwardTiles]:
     paths = (DqPath.ORDERED,) if spec.deterministic else (DqPath.REGISTERS, DqPath.SHARED)
-    for split, path, time, turns in itertools.product(Split, paths, DqTime, Turns):
+    for split, path, order in itertools.product(Split, paths, Order):
         keys = KEYS_PER_CONSUMER * (1 if split is Split.ROLES else CONSUMERS)
-        frame = BackwardTiles(q=KEYS_PER_CONSUMER, kv=keys, split=split, dq_path=path, dq_time=time, turns=turns)
+        frame = BackwardTiles(q=KEYS_PER_CONSUMER, kv=keys, split=split, dq_path=path, order=order)
         for q, q_stages, do_stages, kv_stages in itertools.product((64, 128), STAGES, STAGES, (1, 2)):
             yield replace(frame, q=q, q_stages=q_stages, do_stages=do_stages, kv_stages=kv_stages)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ...mask import MaskKind
 from ...problem import DType
 from ...sequences import SequenceKind
-from .tiles import DENSE, SequenceLayout, Turns
+from .tiles import DENSE, SequenceLayout
 
 KEYS_PER_CONSUMER = 64
 """Keys of one warpgroup: the M of Sᵀ = K·Qᵀ."""
@@ -24,11 +24,11 @@ class DqPath(enum.Enum):
     ORDERED = "ordered"  # so, and the sender waits for its turn (backward_order): the same bits every time
 
 
-class DqTime(enum.Enum):
-    """When a block's dQ is computed."""
+class Order(enum.Enum):
+    """How two consumers that share keys share the tensor cores."""
 
-    AT_ONCE = "at once"  # both consumers meet at a barrier once dS is written, and go in step
-    LATE = "late"  # beside dV and dK of the next block: the consumers may be half a block apart, one's softmax under the other's matmuls
+    TOGETHER = "together"  # they go in step, and meet at a barrier once dS is written
+    IN_TURN = "in turn"  # one's matmuls under the other's softmax; a block's dQ comes beside the next block's dP
 
 
 class Split(enum.Enum):
@@ -76,9 +76,8 @@ class BackwardTiles:
     ds_stages: int = 2
     kv_stages: int = 1
     dq_path: DqPath = DqPath.REGISTERS
-    dq_time: DqTime = DqTime.AT_ONCE
-    turns: Turns = Turns.FREE
     split: Split = Split.KEYS
+    order: Order = Order.TOGETHER
 
     @property
     def consumers(self) -> int:

@@ -24,6 +24,15 @@ def bulk_reduce_add(target: cute.Pointer, source: cute.Pointer, num_bytes: cutla
 
 
 @cute.jit
+def bulk_store(target: cute.Pointer, source: cute.Pointer, num_bytes: cutlass.Constexpr[int]):
+    """Shared → contiguous global memory, in the current bulk group. One thread; 16-byte aligned."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
+    )
+
+
+@cute.jit
 def reduce_add(target: cute.Pointer, values: cute.Tensor):
     """Global += four float32, 16-byte aligned; no answer comes back."""
     cute.arch.inline_ptx(

@@ -14,7 +14,7 @@ from cutlass import Int32, Int64, const_expr
 from .backward_barriers import BackwardBarrierId
 from .backward_order import Turns
 from .backward_tiles import TURN_WORD, BackwardSpec, BackwardTiles, DqPath, statistics_words
-from .bulk import add_release, bulk_reduce_add, load_acquire, reduce_add
+from .bulk import add_release, bulk_reduce_add, bulk_store, load_acquire, reduce_add
 from .queryblocks import QueryBlocks, block_at
 from .roles import WARPGROUP_THREADS
 
@@ -84,13 +84,18 @@ class Sender:
     @cute.jit
     def send(self, record: Int32, q_block: Int32):
         words, spec, tiles = self.tiles.q * self.spec.qk_width, self.spec, self.tiles
+        rank = Int32(1)
         if const_expr(tiles.dq_path is DqPath.ORDERED):
-            rank = self.turns.rank(q_block, tiles.q, tiles.kv, spec.mask_kind, cutlass.min, cutlass.max)
-            wait_for(self.counter(record), Int32(rank))
+            rank = Int32(self.turns.rank(q_block, tiles.q, tiles.kv, spec.mask_kind, cutlass.min, cutlass.max))
+            wait_for(self.counter(record), rank)
         for w in cutlass.range_constexpr(self.tiles.consumers):
             cute.arch.barrier(barrier_id=BackwardBarrierId.SLOT_FULL + w, number_of_threads=HANDOVER_THREADS)
             if self.lane == 0:
-                bulk_reduce_add(half_of(self.sum, record, w, words), self.slots[None, w].iterator, 2 * words)
+                target, source = half_of(self.sum, record, w, words), self.slots[None, w].iterator
+                if rank == 0:  # nobody has cleared it
+                    bulk_store(target, source, 2 * words)
+                else:
+                    bulk_reduce_add(target, source, 2 * words)
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 

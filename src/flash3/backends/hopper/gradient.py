@@ -1,11 +1,13 @@
 """The whole backward as one host function: prepare, the main kernel, finish, in a row on one stream."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from ...sequences import SequenceKind
 from . import backward_storage, blocklist, storage
 from .backward import BackwardKernel
+from .backward_clear import columns_ahead
 from .backward_finish import FinishKernel
 from .backward_operands import BackwardNumbers, BackwardOperands, BackwardSizes, FinishOperands, RowOperands
 from .backward_prepare import PrepareKernel
@@ -46,9 +48,11 @@ class Gradient:
         batch = self.batch(mQ, mK, q_arrays, k_arrays)
         blocks = blocklist.num_blocks(spec.q_layout, mQ.shape[-3], batch, tiles.q)
 
+        ahead = columns_ahead((mK.shape[-3] + tiles.kv - 1) // tiles.kv, numbers.multiprocessors, cutlass.max)
+
         def sides():
             """A kernel that is traced rebinds what it is given: each one gets its own."""
-            sizes = BackwardSizes(mQ.shape[-3], mK.shape[-3], batch, kv_heads, blocks)
+            sizes = BackwardSizes(mQ.shape[-3], mK.shape[-3], batch, kv_heads, blocks, ahead)
             return sequence_arrays(q_arrays), sequence_arrays(k_arrays), sizes, self.mask_numbers(numbers)
 
         scales = numbers.scale_log2, numbers.tanh_scale

@@ -54,22 +54,22 @@ def _for_keys(spec: ForwardSpec, k_len: int) -> Tiles:
 
 
 def _narrow(spec: ForwardSpec, k_len: int) -> Tiles:
-    """At width 64 the softmax's latency counts: four consumers, until at long lengths the power limit asks for fewer bytes per FLOP. Where
-    sequences may be short, tiles of 256 rows would be mostly empty; softcap needs more registers."""
-    full = spec.mask_kind is MaskKind.FULL
-    if spec.is_ragged or spec.softcap or (full and k_len > 4096):
+    """At width 64 the softmax's latency counts: four consumers, until at long lengths the power limit asks for fewer bytes and instructions
+    per FLOP. Where sequences may be short, tiles of 256 rows would be mostly empty; softcap needs more registers."""
+    full, shared = spec.mask_kind is MaskKind.FULL, QuerySource.SHARED
+    if spec.is_ragged or spec.softcap:
         return replace(_largest(spec, consumers=3, most_kv=96), hold=60)
     if full and k_len <= 512:
-        return _many(spec, Tiles(q=256, kv=48, stages=MOST_STAGES, o_columns=spec.v_width, hold=30))
-    shared = QuerySource.SHARED
-    return _many(spec, Tiles(q=256, kv=64, stages=MOST_STAGES, o_columns=spec.v_width, query_source=shared, hold=60))
+        return _fitting(spec, Tiles(q=256, kv=48, stages=MOST_STAGES, o_columns=spec.v_width, hold=30))
+    if full and k_len > 4096:
+        return _fitting(spec, Tiles(q=192, kv=128, stages=MOST_STAGES, o_columns=spec.v_width, query_source=shared, hold=30))
+    return _fitting(spec, Tiles(q=256, kv=64, stages=MOST_STAGES, o_columns=spec.v_width, query_source=shared, hold=60))
 
 
-def _many(spec: ForwardSpec, tiles: Tiles) -> Tiles:
-    """Four consumers: few registers each."""
+def _fitting(spec: ForwardSpec, tiles: Tiles) -> Tiles:
     found = budget.problems(spec, tiles)
     if found:
-        raise LookupError(f"no tiles for four consumers: {spec}: {found[0]}")
+        raise LookupError(f"tiles of width 64 that do not fit: {spec}: {found[0]}")
     return tiles
 
 

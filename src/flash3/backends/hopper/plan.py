@@ -15,15 +15,15 @@ from torch import Tensor
 from ... import tuned
 from ...plan import Plan
 from ...problem import DType, Problem, Request, ScaleKind, Task, TensorInfo
-from ...sequences import Dense, Packed, Padded, Paged, SequenceKind, Sequences
+from ...sequences import Padded, Paged, SequenceKind
 from ..base import Footprint, Refusal, Support
 from . import backward_budget, backward_plan, backward_space, budget, heuristics, launch, roles, space
+from .arguments import TMA_ALIGNMENT_BYTES, arrays_of, is_straight, layout_of, tma_ready
 from .backward_tiles import BackwardSpec, BackwardTiles
-from .tiles import DENSE, SEQUENCE_LIMIT, ForwardSpec, ScaleSign, SequenceLayout, Tiles
+from .tiles import SEQUENCE_LIMIT, ForwardSpec, ScaleSign, SequenceLayout, Tiles
 
 CAPABILITY = (9, 0)
 MOST_WORK_TILES = 1 << 31
-TMA_ALIGNMENT_BYTES = 16
 Kernel = Callable[..., None]
 
 
@@ -83,7 +83,7 @@ class HopperBackend:
             raise ValueError(f"tiles {chosen} cannot run: {'; '.join(wrong)}")
         notes = (f"tiles {origin}",)
         if isinstance(base, BackwardSpec):
-            backward = backward_plan.Backward(problem, chosen, self._kernels, layout_of, _arrays, _tma_ready)
+            backward = backward_plan.Backward(problem, chosen, self._kernels)
             return Plan(backend=self.name, problem=problem, run=backward, tiles=chosen, notes=notes)
         forward = Forward(problem, chosen, self._kernels)
         return Plan(backend=self.name, problem=problem, run=forward, prepare=forward.prepare, tiles=chosen, notes=notes)
@@ -147,7 +147,7 @@ def _faults(spec: ForwardSpec | BackwardSpec, tiles: Any) -> list[str]:
 
 def _heuristic(problem: Problem, spec: ForwardSpec | BackwardSpec) -> Any:
     if isinstance(spec, BackwardSpec):
-        return backward_budget.choose(spec)
+        return backward_budget.choose(spec, problem.sizes.q_len)
     return heuristics.choose(spec, problem.sizes.k_len, problem.sizes.q_len)
 
 
@@ -205,7 +205,7 @@ class Forward:
             return
         if self.no_keys:  # TMA needs some storage, and only the device knows which rows are a sequence's
             request = with_empty_keys(request, self.problem.sizes.batch)
-        arrays = _arrays(request.q_sequences), _arrays(request.k_sequences)
+        arrays = arrays_of(request.q_sequences), arrays_of(request.k_sequences)
         with torch.cuda.device_of(out):
             self._launch(request)(request.q, request.k, request.v, out, lse, request.sink, *arrays)
 
@@ -227,7 +227,7 @@ class Forward:
         spec = launch.forward_spec(p.spec, p.sizes.scale, q_layout, k_layout)
         kernel = self.kernels(spec, self.tiles)
         numbers = packed(launch.numbers(spec, self.tiles, p.sizes, p.mask, p.device.multiprocessors))
-        straight = all(_straight(t.strides, t.dtype.bytes) for t in (p.q, p.k, p.v) if isinstance(t.dtype, DType))
+        straight = all(is_straight(t.strides, t.dtype.bytes) for t in (p.q, p.k, p.v) if isinstance(t.dtype, DType))
         device = p.device.index
         current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a torch without CUDA only plans
         counters = _counters.setdefault(device, {})
@@ -241,21 +241,15 @@ class Forward:
                 kernel(q, k, v, out, lse, sink, work, q_arrays, k_arrays, numbers)
             except Exception:
                 # The compiled function refuses pointers and strides that TMA cannot take, before it launches: no need to look first.
-                ready = _tma_ready(q), _tma_ready(k), _tma_ready(v)
+                ready = tma_ready(q), tma_ready(k), tma_ready(v)
                 if all(a is b for a, b in zip(ready, (q, k, v), strict=True)):
                     raise
                 kernel(*ready, out, lse, sink, work, q_arrays, k_arrays, numbers)
 
         def copying(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
-            run(_tma_ready(q), _tma_ready(k), _tma_ready(v), *rest)
+            run(tma_ready(q), tma_ready(k), tma_ready(v), *rest)
 
         return run if straight else copying
-
-
-def _straight(strides: tuple[int, ...], element_bytes: int) -> bool:
-    """Whether TMA takes these strides as they are."""
-    step = TMA_ALIGNMENT_BYTES // element_bytes
-    return strides[-1] == 1 and all(stride % step == 0 for stride in strides[:-1])
 
 
 def gathered(request: Request) -> Request:
@@ -280,32 +274,9 @@ def with_empty_keys(request: Request, batch: int) -> Request:
     return replace(request, k=k, v=v, k_sequences=Padded(lengths=lengths))
 
 
-def layout_of(sequences: Sequences) -> SequenceLayout:
-    """What the kernel must know of how sequences lie."""
-    match sequences:
-        case Dense():
-            return DENSE
-        case Packed():
-            return SequenceLayout(kind=sequences.kind, used=sequences.used is not None)
-        case Padded():
-            pads, index = sequences.leftpad is not None, sequences.batch_index is not None
-            return SequenceLayout(kind=sequences.kind, leftpad=pads, batch_index=index)
-    raise NotImplementedError(f"no kernel reads {type(sequences).__name__} sequences")
-
-
 def _least(kind: SequenceKind) -> SequenceLayout:
     """A layout of this kind, as far as tiles depend on it: which optional arrays come along is known only when a request runs."""
     return SequenceLayout(kind=SequenceKind.PADDED if kind is SequenceKind.PAGED else kind)
-
-
-def _arrays(sequences: Sequences) -> tuple[Tensor | None, ...] | None:
-    """operands.Arrays."""
-    match sequences:
-        case Packed():
-            return sequences.cu_seqlens, sequences.used, None, None
-        case Padded():
-            return None, sequences.lengths, sequences.leftpad, sequences.batch_index
-    return None
 
 
 def _fill_empty(out: Tensor, lse: Tensor | None, sink: Tensor | None) -> None:
@@ -317,18 +288,6 @@ def _fill_empty(out: Tensor, lse: Tensor | None, sink: Tensor | None) -> None:
         lse.fill_(-torch.inf)
     else:
         lse.copy_(sink.view(-1, 1).expand(lse.shape[-2:]))
-
-
-def _tma_ready(t: Tensor) -> Tensor:
-    """As TMA can read it: a copy only where rows do not start at multiples of 16 bytes."""
-    step = TMA_ALIGNMENT_BYTES // t.element_size()
-    if t.data_ptr() % TMA_ALIGNMENT_BYTES or any(s % step and n > 1 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)):
-        return t.clone(memory_format=torch.contiguous_format)
-    if _straight(t.stride(), t.element_size()):
-        return t
-    # Dimensions of size 1 may carry any stride; the kernel wants one that TMA could use.
-    strides = [s if n > 1 else step * max(1, t.shape[-1]) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
-    return t.as_strided(t.shape, (*strides, 1))
 
 
 _counters: dict[int, dict[int, Tensor]] = {}

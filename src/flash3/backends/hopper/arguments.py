@@ -1,0 +1,52 @@
+"""From the caller's tensors and sequences to what compiled functions take of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...sequences import Dense, Packed, Padded, Sequences
+from .tiles import DENSE, SequenceLayout
+
+TMA_ALIGNMENT_BYTES = 16
+
+
+def layout_of(sequences: Sequences) -> SequenceLayout:
+    """What the kernel must know of how sequences lie."""
+    match sequences:
+        case Dense():
+            return DENSE
+        case Packed():
+            return SequenceLayout(kind=sequences.kind, used=sequences.used is not None)
+        case Padded():
+            pads, index = sequences.leftpad is not None, sequences.batch_index is not None
+            return SequenceLayout(kind=sequences.kind, leftpad=pads, batch_index=index)
+    raise NotImplementedError(f"no kernel reads {type(sequences).__name__} sequences")
+
+
+def arrays_of(sequences: Sequences) -> tuple[Tensor | None, ...] | None:
+    """operands.Arrays."""
+    match sequences:
+        case Packed():
+            return sequences.cu_seqlens, sequences.used, None, None
+        case Padded():
+            return None, sequences.lengths, sequences.leftpad, sequences.batch_index
+    return None
+
+
+def is_straight(strides: tuple[int, ...], element_bytes: int) -> bool:
+    """Whether TMA takes these strides as they are."""
+    step = TMA_ALIGNMENT_BYTES // element_bytes
+    return strides[-1] == 1 and all(stride % step == 0 for stride in strides[:-1])
+
+
+def tma_ready(t: Tensor) -> Tensor:
+    """As TMA can read it: a copy only where rows do not start at multiples of 16 bytes."""
+    step = TMA_ALIGNMENT_BYTES // t.element_size()
+    if t.data_ptr() % TMA_ALIGNMENT_BYTES or any(s % step and n > 1 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)):
+        return t.clone(memory_format=torch.contiguous_format)
+    if is_straight(t.stride(), t.element_size()):
+        return t
+    # Dimensions of size 1 may carry any stride; the kernel wants one that TMA could use.
+    strides = [s if n > 1 else step * max(1, t.shape[-1]) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+    return t.as_strided(t.shape, (*strides, 1))
