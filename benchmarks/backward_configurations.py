@@ -37,7 +37,10 @@ def _dense() -> None:
         _add(f"backward_{width}_full_shared", spec, BackwardTiles(q=tiles.q, dq_path=DqPath.SHARED))
         for mask in (FULL, CAUSAL):
             spec, tiles = BACKWARD[f"backward_{width}_{mask.value}"]
-            _add(f"backward_{width}_{mask.value}_short", spec, backward_budget.choose(spec, SHORT))
+            short = backward_budget.choose(spec, SHORT)
+            _add(f"backward_{width}_{mask.value}_short", spec, short)
+            if short.persistent:
+                _add(f"backward_{width}_{mask.value}_short_single", spec, replace(short, kv_stages=1))
             other = replace(tiles, kv_stages=1 if tiles.persistent else 2)
             _add(f"backward_{width}_{mask.value}_{'persistent' if other.persistent else 'single'}", spec, other)
 
