@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(interpreted(), reason
 SHARED_BYTES = {(8, 0): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 """What CUDA lets one block use: CUDA C++ Programming Guide, technical specifications per compute capability."""
 CAPABILITIES = pytest.mark.parametrize("capability", SHARED_BYTES, ids=lambda c: f"sm_{c[0]}{c[1]}")
-MOST_SPILLS = {"forward_kernel": 40, "prepare_kernel": 8, "dkdv_kernel": 170, "dq_kernel": 120, "combine_kernel": 0}
-"""Instructions in the whole kernel; most of them stand at the edges of the mask. Packed, dkdv at d128 has 164: to be lowered."""
+MOST_SPILLS = {"forward_kernel": 40, "prepare_kernel": 8, "dkdv_kernel": 140, "dq_kernel": 120, "combine_kernel": 0}
+"""Instructions in the whole kernel; most of them stand at the edges of the mask. On sm_90, packed at d128, dkdv has 68."""
 KERNELS = ["forward_kernel", "prepare_kernel", "dkdv_kernel", "dq_kernel"]
 CAUSAL = Mask(causal=True)
 OTHERS = {
@@ -40,7 +40,7 @@ def held(found: list[compiling.Facts], capability: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_causal(dim: int, capability: tuple[int, int]) -> None:
     found = compiling.compiled(compiling.request(dim, dim, CAUSAL), capability)
-    assert [k.kernel for k in found] == KERNELS
+    assert list(dict.fromkeys(k.kernel for k in found)) == KERNELS  # dkdv_kernel twice where dV has a launch of its own
     held(found, capability)
 
 
@@ -54,5 +54,5 @@ def test_decoding(capability: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_masks_and_layouts(name: str) -> None:
     found = compiling.compiled(OTHERS[name], (9, 0))
-    assert [k.kernel for k in found] == KERNELS
+    assert list(dict.fromkeys(k.kernel for k in found)) == KERNELS
     held(found, (9, 0))

@@ -12,9 +12,10 @@ import torch
 
 import flash3
 from flash3 import Mask, reference
+from flash3.backends.base import Gradients, Saved
 from flash3.backends.triton.plan import Forward, TritonBackend, interpreted
-from flash3.backends.triton.tiles import Tiles
-from flash3.problem import Problem, Request
+from flash3.backends.triton.tiles import BackwardTiles, Tiles
+from flash3.problem import Problem, Request, Task
 from tests.conformance.backends import BackendUnderTest
 from tests.conformance.cases import Case, check_forward, check_gradients, mask_name, name_of
 from tests.conformance.storage import int32, paged
@@ -107,6 +108,25 @@ def test_split_keys(sink: float | None) -> None:
             replace(plan, splits=splits)(request, out, lse)
             for name, ours, e, p in zip(("out", "lse"), (out, lse), exact, plain, strict=True):
                 reference.check(name, ours, e, p)
+
+
+@pytest.mark.parametrize("missing", [None, "dk", "dv"])
+def test_dv_by_a_launch_of_its_own(missing: str | None) -> None:
+    """The same sums in the same order: bitwise equal to dK and dV by one launch."""
+    g = torch.Generator().manual_seed(2)
+    q, k, v, d_out = (torch.randn(1, n, 2, 16, generator=g).half() for n in (45, 70, 70, 45))
+    request = Request(q=q, k=k, v=v, mask=CAUSAL, lse=True)
+    saved = Saved(out=torch.empty_like(q), lse=torch.empty(1, 2, 45))
+    TritonBackend().plan(Problem.of(request, describe)).run(request, saved.out, saved.lse)
+    request, tiles, found = replace(request, task=Task.BACKWARD), Tiles(32, 16, 1, 1), []
+    for chosen in (BackwardTiles(tiles, tiles), BackwardTiles(tiles, tiles, dv=tiles)):
+        wanted = Gradients(d_out=d_out, **{f"d{n}": torch.full_like(x, torch.nan) for n, x in (("q", q), ("k", k), ("v", v))})
+        if missing:
+            setattr(wanted, missing, None)
+        TritonBackend().plan(Problem.of(request, describe), chosen).run(request, saved, wanted)
+        found.append([x for x in (wanted.dq, wanted.dk, wanted.dv) if x is not None])
+    assert len(found[0]) == (2 if missing else 3)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*found, strict=True))
 
 
 def test_sequences_that_share_pages_share_their_gradient() -> None:

@@ -151,14 +151,13 @@ def test_time_that_is_up_leaves_the_rest_out() -> None:
 
 def test_a_candidate_that_hangs_ends_the_run_and_is_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, ended = tmp_path / "t.journal", threading.Event()
-    monkeypatch.setattr(search, "HANG_SECONDS", 0.05)
-    fault = search.Runs.fault
+    monkeypatch.setattr(search, "HANG_SECONDS", 0.5)  # the other checks here take no time
 
     def stuck(self: search.Runs, tiles: Any) -> str:
         if tiles is not None and tiles.rows == 128:
             assert ended.wait(60)
             raise KeyboardInterrupt  # the process ends here
-        return fault(self, tiles)
+        return ""
 
     monkeypatch.setattr(search.Runs, "fault", stuck)
     texts: list[str] = []

@@ -6,7 +6,7 @@
     dq        for each tile of rows:       for each block of keys that it sees:   dQ += dS K
 
 dK and dQ are multiplied by the scale at the end. Scores are computed twice: 7 matmuls where Algorithm 2 has 5, but dQ needs no sum across
-programs.
+programs. dkdv makes dK, dV or both: where both do not fit into the registers, two launches, and 8 matmuls.
 
 The saved LSE is float32: beyond `coarse` its rounding would show in P (at 1e5 by 0.4 %). A tile of rows that reaches it makes its maxima
 and sums again. Only rows whose LSE they reproduce take them: in a ring the keys at hand are a part of the row's, and the saved LSE is that
@@ -130,6 +130,22 @@ def through_softcap(dS, S, SPEC: tl.constexpr):
 
 
 @triton.jit
+def load_statistics(stats, at, exists, CUT: tl.constexpr):
+    """row_max, log_sum and delta of rows by one load. (By three, every warp would copy all of them, four bytes at a time.)"""
+    part = tl.arange(0, 4)
+    pointers = stats.start + (tl.minimum(part, 2).to(tl.int64) * stats.part_stride)[:, None] + at[None, :]
+    if CUT:
+        nothing = tl.where(part == 1, float("inf"), 0.0)[:, None] + tl.zeros_like(at).to(tl.float32)[None, :]
+        found = tl.load(pointers, mask=exists[None, :], other=nothing)
+    else:
+        found = tl.load(pointers)
+    even, odd = tl.split(tl.reshape(tl.trans(found), (found.shape[1], 2, 2)))
+    row_max, delta = tl.split(even)
+    log_sum, _ = tl.split(odd)
+    return row_max, log_sum, delta
+
+
+@triton.jit
 def gather_dkdv(
     state,
     k,
@@ -149,43 +165,46 @@ def gather_dkdv(
     scales,
     SPEC: tl.constexpr,
     MASKED: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
 ):
-    """One of the two loops over the tiles of rows of one query head; state is (dK, dV).
+    """One of the two loops over the tiles of rows of one query head; state is (dK, dV). DK, DV: those that are wanted.
 
+    EARLY: dP's matmul before the exponentials. Measured faster beyond width 64, slower there; at edges that are cut it would spill.
     Edges that are cut are not pipelined: with two pipelined loops of unlike loads ptxas serializes the matmuls of sm_90.
     """
     QUERIES: tl.constexpr = SPEC.queries
     OUTPUTS: tl.constexpr = SPEC.outputs
     dK, dV = state
     CUT: tl.constexpr = MASKED and not SPEC.even
+    EARLY: tl.constexpr = SPEC.keys.width > 64 and not CUT
     count = walked.edges if MASKED else walked.interior
     for i in tl.range(0, count, num_stages=1 if CUT else None):
         first = step(walked, i, MASKED) * SPEC.queries.block
         rows = first + tl.arange(0, SPEC.queries.block)
         at = row_offsets(stats, own_q, rows, head)
         exists = rows < own_q.length
-        Q = load_block(q, q_tma, at_q, own_q, head, first, exists, QUERIES, CUT)
-        S = tl.dot(k, tl.trans(Q), input_precision=SPEC.precision)
-        if SPEC.softcap:
-            S = tanh(S * scales.capped)
-        if CUT:
-            row_max = tl.load(stats.start + at, mask=exists, other=0.0)
-            log_sum = tl.load(stats.log_sum + at, mask=exists, other=float("inf"))
-            delta = tl.load(stats.delta + at, mask=exists, other=0.0)
-        else:
-            row_max = tl.load(stats.start + at)
-            log_sum = tl.load(stats.log_sum + at)
-            delta = tl.load(stats.delta + at)
-        P = tl.exp2((S - row_max[None, :]) * scales.per_score - log_sum[None, :])
         if MASKED:
             begin, end = seen_by(rows, k_len, bounds, SPEC)
-            P = tl.where((keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :]), P, 0.0)
             exists = exists & (begin < end)  # whatever the gradient of a row without keys holds, it does not count
+        Q = load_block(q, q_tma, at_q, own_q, head, first, exists, QUERIES, CUT)
         dO = load_block(d_out, d_out_tma, at_q, own_q, head, first, exists, OUTPUTS, CUT)
-        dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=SPEC.precision)
-        dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
-        dS = through_softcap(P * (dP - delta[None, :]), S, SPEC)
-        dK = tl.dot(dS.to(Q.dtype), Q, dK, input_precision=SPEC.precision)
+        S = tl.dot(k, tl.trans(Q), input_precision=SPEC.precision)
+        if EARLY and DK:
+            dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
+        if SPEC.softcap:
+            S = tanh(S * scales.capped)
+        row_max, log_sum, delta = load_statistics(stats, at, exists, CUT)
+        P = tl.exp2((S - row_max[None, :]) * scales.per_score - log_sum[None, :])
+        if MASKED:
+            P = tl.where((keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :]), P, 0.0)
+        if DV:
+            dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=SPEC.precision)
+        if DK:
+            if not EARLY:
+                dP = tl.dot(v, tl.trans(dO), input_precision=SPEC.precision)
+            dS = through_softcap(P * (dP - delta[None, :]), S, SPEC)
+            dK = tl.dot(dS.to(Q.dtype), Q, dK, input_precision=SPEC.precision)
     return dK, dV
 
 
@@ -218,6 +237,8 @@ def dkdv_kernel(
     """Grid: blocks of keys of all key heads and sequences."""
     KEYS: tl.constexpr = SPEC.keys
     VALUES: tl.constexpr = SPEC.values
+    DK: tl.constexpr = dk is not None
+    DV: tl.constexpr = dv is not None
     block = tl.program_id(0) % blocks
     kv_head = tl.program_id(0) // blocks % heads_kv
     batch = tl.program_id(0) // blocks // heads_kv
@@ -237,10 +258,10 @@ def dkdv_kernel(
     for member in tl.range(0, SPEC.heads_per_kv):
         head = kv_head * SPEC.heads_per_kv + member
         state = gather_dkdv(
-            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False
+            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False, DK, DV
         )
         state = gather_dkdv(
-            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True
+            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True, DK, DV
         )
     dK, dV = state
     if dk is not None:

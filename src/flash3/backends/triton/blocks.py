@@ -64,7 +64,9 @@ class Parts(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What the backward knows of each query row: Rows of row_max, pointers to log_sum and delta (of the same strides)."""
+    """What the backward knows of each query row: Rows of row_max, pointers to log_sum and delta (of the same strides),
+    which lie part_stride and twice that behind it.
+    """
 
     start: Any
     row_stride: Any
@@ -72,6 +74,7 @@ class Statistics(NamedTuple):
     head_stride: Any
     log_sum: Any
     delta: Any
+    part_stride: Any
 
 
 @triton.jit

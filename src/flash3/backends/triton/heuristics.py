@@ -1,7 +1,7 @@
 """Tiles by compute capability, else by shared memory.
 
-sm_90 at width 64 was measured on an H200 (docs/performance.md); elsewhere these are the largest tiles that compile within the GPU's limits
-almost without spills (tests/triton/test_compile.py).
+What was measured on an H200 (docs/performance.md): sm_90's forward at every width, its backward at widths 64 and 128. The rest are the
+largest tiles that compile within the GPU's limits almost without spills (tests/triton/test_compile.py).
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ MOST_SPLITS = 128
 KEYS_PER_SPLIT = 256
 """Fewer keys than this are not worth a program."""
 
-Choice = tuple[Tiles, Tiles, Tiles]
-"""forward; dkdv; dq"""
+Choice = tuple[Tiles, BackwardTiles]
+"""Forward, backward. At width 256 eight warps on 64 keys would compute the scores twice, each half of the warps for its half of dK and dV;
+there dV has a launch of its own."""
 BY_CAPABILITY: dict[tuple[int, int], dict[int, Choice]] = {
     (9, 0): {
-        64: (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-        128: (Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2)),
-        256: (Tiles(128, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(128, 32, 8, 2)),
+        64: (Tiles(64, 128, 4, 2), BackwardTiles(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2))),
+        128: (Tiles(64, 64, 4, 3), BackwardTiles(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2))),
+        256: (Tiles(128, 64, 8, 2), BackwardTiles(Tiles(32, 64, 4, 2), Tiles(128, 32, 8, 2), dv=Tiles(64, 64, 4, 1))),
     },
     (10, 0): {
-        64: (Tiles(128, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(128, 64, 8, 2)),
-        128: (Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(128, 64, 8, 2)),
-        256: (Tiles(64, 64, 8, 2), Tiles(32, 32, 8, 1), Tiles(64, 64, 8, 1)),
+        64: (Tiles(128, 128, 8, 2), BackwardTiles(Tiles(64, 64, 8, 2), Tiles(128, 64, 8, 2))),
+        128: (Tiles(128, 64, 8, 3), BackwardTiles(Tiles(64, 64, 8, 2), Tiles(128, 64, 8, 2))),
+        256: (Tiles(64, 64, 8, 2), BackwardTiles(Tiles(32, 32, 8, 1), Tiles(64, 64, 8, 1))),
     },
 }
 LARGE: dict[int, Choice] = {
-    64: (Tiles(128, 64, 8, 3), Tiles(32, 64, 4, 2), Tiles(64, 64, 4, 2)),
-    128: (Tiles(64, 64, 4, 3), Tiles(32, 64, 8, 2), Tiles(64, 64, 8, 2)),
-    256: (Tiles(64, 64, 8, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+    64: (Tiles(128, 64, 8, 3), BackwardTiles(Tiles(32, 64, 4, 2), Tiles(64, 64, 4, 2))),
+    128: (Tiles(64, 64, 4, 3), BackwardTiles(Tiles(32, 64, 8, 2), Tiles(64, 64, 8, 2))),
+    256: (Tiles(64, 64, 8, 2), BackwardTiles(Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1))),
 }
 """More shared memory than SMALLEST_KB."""
 SMALL: dict[int, Choice] = {
-    64: (Tiles(128, 64, 8, 2), Tiles(32, 64, 4, 2), Tiles(64, 64, 4, 1)),
-    128: (Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 1), Tiles(64, 32, 4, 2)),
-    256: (Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+    64: (Tiles(128, 64, 8, 2), BackwardTiles(Tiles(32, 64, 4, 2), Tiles(64, 64, 4, 1))),
+    128: (Tiles(64, 64, 4, 2), BackwardTiles(Tiles(32, 64, 8, 1), Tiles(64, 32, 4, 2))),
+    256: (Tiles(64, 32, 8, 1), BackwardTiles(Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1))),
 }
 
 
@@ -81,7 +82,7 @@ def few_rows(capability: tuple[int, int], width: int, bytes_each: int, rows: int
 
 
 def backward(capability: tuple[int, int], width: int, bytes_each: int, kind: MaskKind) -> BackwardTiles:
-    return BackwardTiles(FLOAT32, FLOAT32) if bytes_each > 2 else BackwardTiles(*_choice(capability, width)[1:])
+    return BackwardTiles(FLOAT32, FLOAT32) if bytes_each > 2 else _choice(capability, width)[1]
 
 
 def splits(programs: int, k_len: int, multiprocessors: int) -> int:

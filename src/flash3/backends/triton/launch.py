@@ -297,4 +297,4 @@ def _operands(problem: Problem, tiles: Tiles, request: Request, gradients: Gradi
 
 
 def _statistics(stats: Any, at: Sequences) -> Statistics:
-    return Statistics(*lse_rows(stats[0], at)[:4], stats[1], stats[2])
+    return Statistics(*lse_rows(stats[0], at)[:4], stats[1], stats[2], stats.stride(0))

@@ -50,7 +50,7 @@ class TritonBackend:
         return Support("interpreted" if device.type == "cpu" else f"{problem.spec.dtype.value} kernels")
 
     def plan(self, problem: Problem, tiles: Any = None) -> Plan:
-        """Forward: one launch, two where keys are split. Backward: three.
+        """Forward: one launch, two where keys are split. Backward: three, four where dV has its own.
 
         Raises:
             TypeError: `tiles` is no Tiles (backward: BackwardTiles).
@@ -225,10 +225,20 @@ class Backward:
         launch.prepare(p, tiles.dq, request, saved, gradients, stats)
         if gradients.d_sink is not None:
             gradients.d_sink.copy_(_sink_gradient(request.sink, p.sizes.softcap or p.sizes.scale, *stats))
-        if not nothing and not (gradients.dk is None and gradients.dv is None):
-            launch.dkdv(p, tiles.dkdv, request, gradients, stats)
-        if not nothing and gradients.dq is not None:
+        if nothing:
+            return
+        for chosen, part in self._of_keys(gradients):
+            launch.dkdv(p, chosen, request, part, stats)
+        if gradients.dq is not None:
             launch.dq(p, tiles.dq, request, gradients, stats)
+
+    def _of_keys(self, gradients: Gradients) -> list[tuple[Tiles, Gradients]]:
+        """The launches for dK and dV, those that are wanted."""
+        tiles, wanted = self.tiles, [gradients]
+        if tiles.dv and gradients.dk is not None and gradients.dv is not None:
+            wanted = [replace(gradients, dk=None), replace(gradients, dv=None)]
+        own = [tiles.dv if tiles.dv and g.dk is None else tiles.dkdv for g in wanted]
+        return [(t, g) for t, g in zip(own, wanted, strict=True) if not (g.dk is None and g.dv is None)]
 
     def _apart(self, at: Paged | Padded, request: Request, saved: Saved, gradients: Gradients) -> None:
         """Sequences may share slots: each gets its own copy of them, and the gradients add up, in a fixed order."""

@@ -19,10 +19,11 @@ class Tiles:
 
 @dataclass(frozen=True)
 class BackwardTiles:
-    """One choice for each of the two kernels that matter."""
+    """One choice for each kernel that matters. dv: where set, dV has a launch of its own, with these tiles, and dkdv makes dK only."""
 
     dkdv: Tiles
     dq: Tiles
+    dv: Tiles | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
