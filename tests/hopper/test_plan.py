@@ -203,13 +203,15 @@ def test_every_box_of_ragged_rows_holds_a_column(softcap: bool) -> None:
         for dv in dims:
             width, v_width = backward_budget.widths_of(d, dv, softcap)
             box = 64 if width % 64 == 0 else 32
-            wide = with_columns(rows, width, packed)
-            assert wide.shape[-1] > width - box
-            assert (wide[..., :d] == 1).all()
-            assert (wide[..., d:] == 0).all()
-            assert with_columns(rows, width, DENSE) is rows
+            for layouts in ((packed, DENSE), (DENSE, packed), (packed, packed)):
+                q, k = with_columns(rows, rows, width, layouts)
+                assert q.shape == k.shape
+                assert q.shape[-1] > width - box
+                assert (q[..., :d] == 1).all()
+                assert (q[..., d:] == 0).all()
+            assert with_columns(rows, rows, width, (DENSE, DENSE)) == (rows, rows)
             assert not needs_columns(dv, v_width, packed, 2)
-            padded += wide is not rows
+            padded += q is not rows
     assert padded
 
 

@@ -61,7 +61,10 @@ def needs_columns(columns: int, width: int, layout: SequenceLayout, element_byte
     return layout.kind is not SequenceKind.DENSE and width % box == 0 and columns <= width - box
 
 
-def with_columns(t: Tensor, width: int, layout: SequenceLayout) -> Tensor:
-    """A tensor whose rows TMA may read in tiles `width` columns wide: itself, or a copy with zeros at the end of each row."""
-    columns = t.shape[-1]
-    return torch.nn.functional.pad(t, (0, width - columns)) if needs_columns(columns, width, layout, t.element_size()) else t
+def with_columns(q: Tensor, k: Tensor, width: int, layouts: tuple[SequenceLayout, SequenceLayout]) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose rows TMA may read in tiles `width` columns wide: themselves, or, as both must have the same number, copies
+    with zeros at the end of each row."""
+    columns, size = q.shape[-1], q.element_size()
+    if not any(needs_columns(columns, width, layout, size) for layout in layouts):
+        return q, k
+    return torch.nn.functional.pad(q, (0, width - columns)), torch.nn.functional.pad(k, (0, width - columns))

@@ -66,7 +66,7 @@ class Backward:
             self._sink_alone(request, saved, gradients)
             return
         width = spec_of(self.problem, *layouts).qk_width
-        q, k = (with_columns(t, width, layout) for t, layout in zip((request.q, request.k), layouts, strict=True))
+        q, k = with_columns(request.q, request.k, width, layouts)
         statistics, words = self._workspace(request, width)
         dq, dk, dv = (
             torch.empty(t.shape, dtype=t.dtype, device=t.device) if g is None else g
