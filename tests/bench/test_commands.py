@@ -160,7 +160,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         "-o",
         str(path),
     ]
+    here = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored here would be ignored there
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    signal.signal(signal.SIGINT, here)
     end = time.monotonic() + 200
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
