@@ -34,6 +34,18 @@ def test_layouts(lengths, layout, mask, backend):
     check_gradients(Case(**lengths, layout=layout, mask=mask, **sinks), backend)
 
 
+@pytest.mark.parametrize(
+    "layout", [("packed", "packed"), ("padded", "packed used"), ("packed", "dense"), ("dense", "padded")], ids=" and ".join
+)
+@pytest.mark.parametrize(
+    ("dims", "softcap"), [((32, 128), 0.0), ((64, 40), 3.0), ((8, 192), 0.0), ((136, 64), 0.0), ((192, 128), 2.0)], ids=str
+)
+def test_wide_tiles(dims, softcap, layout, backend):
+    """Head dims far narrower than the tiles that a kernel may put them into."""
+    lengths = EQUAL_Q if layout[0] == "dense" else EQUAL_K if layout[1] == "dense" else UNEQUAL
+    check_gradients(Case(**lengths, layout=layout, dims=dims, softcap=softcap, mask=Mask(causal=True), dtype=torch.bfloat16), backend)
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=mask_name)
 @pytest.mark.parametrize("cache", CACHES, ids=lambda c: " ".join(f"{name}={x}" for name, x in c.items()))
 def test_caches(cache, mask, backend):

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from flash3.backends.base import Refusal, Support
-from flash3.backends.hopper import backward_launch, launch
+from flash3.backends.hopper import backward_budget, backward_launch, heuristics, launch
+from flash3.backends.hopper.arguments import needs_columns, with_columns
 from flash3.backends.hopper.backward_tiles import BackwardTiles
 from flash3.backends.hopper.plan import HopperBackend, gathered, with_empty_keys
-from flash3.backends.hopper.tiles import ForwardSpec, ScaleSign, SequenceLayout, Tiles
+from flash3.backends.hopper.tiles import DENSE, ForwardSpec, ScaleSign, SequenceLayout, Tiles
 from flash3.mask import UNBOUNDED, Mask, MaskKind
 from flash3.problem import Device, DType, Problem, Request, Task, TensorInfo
-from flash3.sequences import Packed, Padded, Paged
+from flash3.sequences import Packed, Padded, Paged, SequenceKind
 
 H200 = Device("cuda", 0, (9, 0), 132, "NVIDIA H200")
 
@@ -189,6 +190,29 @@ def test_a_backward_plan_has_tiles_for_its_widths() -> None:
         assert (tiles.q, tiles.kv) == (q, kv)
     with pytest.raises(ValueError, match="queries and keys"):
         backend.plan(Problem.of(request(task=Task.BACKWARD, d=64, dv=64)), BackwardTiles(q=64))
+
+
+@pytest.mark.parametrize("softcap", [False, True])
+def test_every_box_of_ragged_rows_holds_a_column(softcap: bool) -> None:
+    """TMA reads a box without one where nothing is mapped. The backward's tiles may be much wider than the head dim."""
+    packed, dims = SequenceLayout(kind=SequenceKind.PACKED), range(8, 257, 8)
+    padded = 0
+    for d in dims:
+        rows = torch.ones(3, 1, d, dtype=torch.bfloat16)
+        assert not needs_columns(d, heuristics.width_of(d), packed, 2)
+        for dv in dims:
+            width, v_width = backward_budget.widths_of(d, dv, softcap)
+            box = 64 if width % 64 == 0 else 32
+            for layouts in ((packed, DENSE), (DENSE, packed), (packed, packed)):
+                q, k = with_columns(rows, rows, width, layouts)
+                assert q.shape == k.shape
+                assert q.shape[-1] > width - box
+                assert (q[..., :d] == 1).all()
+                assert (q[..., d:] == 0).all()
+            assert with_columns(rows, rows, width, (DENSE, DENSE)) == (rows, rows)
+            assert not needs_columns(dv, v_width, packed, 2)
+            padded += q is not rows
+    assert padded
 
 
 def tiles_for(group: int, q_len: int, **options: Any) -> Tiles:

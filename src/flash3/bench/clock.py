@@ -1,6 +1,7 @@
 """How long one call takes.
 
-Timing.EVENTS   CUDA events around a burst of launches: the GPU's own time, as long as the host keeps ahead
+Timing.EVENTS   CUDA events around a burst of launches, behind a pause that lets the host get ahead: the GPU's own time, as long as it stays
+                so
 Timing.GRAPH    the same around replays of a CUDA graph that holds one call: short calls, without their host time
 Timing.COLD     events around each single launch, with the L2 cache overwritten between them: calls whose tensors would stay in it
 Timing.WALL     the host's clock around a burst, with a wait at its end: a CPU, and frameworks with streams of their own
@@ -18,6 +19,9 @@ import torch
 
 Call = Callable[[], Any]
 LEAST_COUNT, MOST_COUNT = 1, 4096
+HEAD_START_CYCLES = 2_000_000
+"""About 1 ms of the GPU's clock, in which the host launches the first calls of a burst: an autograd call takes it 0.2 … 0.5 ms, which
+would else be part of every short burst."""
 L2_TIMES = 2
 """A buffer this many times as large as the L2 replaces all that it holds."""
 GRAPHED_BELOW_MS = 0.5
@@ -68,6 +72,7 @@ class EventClock:
 
     def burst_ms(self, count: int) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(HEAD_START_CYCLES)
         begin.record()
         for _ in range(count):
             self.call()
@@ -86,6 +91,7 @@ class ColdClock:
 
     def burst_ms(self, count: int) -> float:
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        torch.cuda._sleep(HEAD_START_CYCLES)
         for begin, end in pairs:
             self.scrub()
             begin.record()

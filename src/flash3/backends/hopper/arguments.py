@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...sequences import Dense, Packed, Padded, Sequences
+from ...sequences import Dense, Packed, Padded, SequenceKind, Sequences
 from .tiles import DENSE, SequenceLayout
 
 TMA_ALIGNMENT_BYTES = 16
+BOX_BYTES = 128
+"""The widest part of a row that TMA brings at once, where the tile's rows are a multiple of it."""
 
 
 def layout_of(sequences: Sequences) -> SequenceLayout:
@@ -50,3 +52,19 @@ def tma_ready(t: Tensor) -> Tensor:
     # Dimensions of size 1 may carry any stride; the kernel wants one that TMA could use.
     strides = [s if n > 1 else step * max(1, t.shape[-1]) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
     return t.as_strided(t.shape, (*strides, 1))
+
+
+def needs_columns(columns: int, width: int, layout: SequenceLayout, element_bytes: int) -> bool:
+    """Whether TMA must not read such rows in tiles `width` columns wide: some box of them would lie past the last column as a whole, and
+    of ragged tensors it then reads where nothing is mapped (extents.py)."""
+    box = BOX_BYTES // element_bytes
+    return layout.kind is not SequenceKind.DENSE and width % box == 0 and columns <= width - box
+
+
+def with_columns(q: Tensor, k: Tensor, width: int, layouts: tuple[SequenceLayout, SequenceLayout]) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose rows TMA may read in tiles `width` columns wide: themselves, or, as both must have the same number, copies
+    with zeros at the end of each row."""
+    columns, size = q.shape[-1], q.element_size()
+    if not any(needs_columns(columns, width, layout, size) for layout in layouts):
+        return q, k
+    return torch.nn.functional.pad(q, (0, width - columns)), torch.nn.functional.pad(k, (0, width - columns))

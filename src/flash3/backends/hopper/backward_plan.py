@@ -13,7 +13,7 @@ from ...problem import Problem, Request
 from ...sequences import Packed, SequenceKind
 from ..base import Gradients, Saved
 from . import backward_launch
-from .arguments import arrays_of, layout_of, tma_ready
+from .arguments import arrays_of, layout_of, tma_ready, with_columns
 from .backward_tiles import BackwardSpec, BackwardTiles, statistics_words
 from .tiles import SequenceLayout
 
@@ -65,14 +65,16 @@ class Backward:
         if self.nothing:
             self._sink_alone(request, saved, gradients)
             return
-        statistics, words = self._workspace(request, layouts)
+        width = spec_of(self.problem, *layouts).qk_width
+        q, k = with_columns(request.q, request.k, width, layouts)
+        statistics, words = self._workspace(request, width)
         dq, dk, dv = (
             torch.empty(t.shape, dtype=t.dtype, device=t.device) if g is None else g
             for t, g in ((request.q, gradients.dq), (request.k, gradients.dk), (request.v, gradients.dv))
         )
         d_lse = gradients.d_lse
         self._kernel(layouts, d_lse is not None)(
-            *(tma_ready(t) for t in (request.q, request.k, request.v, saved.out, gradients.d_out)),
+            *(tma_ready(t) for t in (q, k, request.v, saved.out, gradients.d_out)),
             saved.lse.contiguous(),
             None if d_lse is None else d_lse.float().contiguous(),
             request.sink,
@@ -107,14 +109,13 @@ class Backward:
             heads = seen.movedim(-2, 0).flatten(1)
             gradients.d_sink.copy_(heads.sum(1, dtype=torch.float64))
 
-    def _workspace(self, request: Request, layouts: Layouts) -> tuple[Tensor, Tensor]:
-        """Statistics and the float32 sum of dQ: a record for each head and block of queries."""
+    def _workspace(self, request: Request, width: int) -> tuple[Tensor, Tensor]:
+        """Statistics and the float32 sum of dQ, `width` columns of it: a record for each head and block of queries."""
         q, tiles, sizes = request.q, self.tiles, self.problem.sizes
         if isinstance(request.q_sequences, Packed):
             blocks = q.shape[0] // tiles.q + sizes.batch
         else:
             blocks = -(-q.shape[1] // tiles.q) * sizes.batch
         records = blocks * sizes.heads_q
-        width = spec_of(self.problem, *layouts).qk_width
         statistics = torch.empty(records, statistics_words(tiles), dtype=torch.float32, device=q.device)
         return statistics, torch.empty(records, tiles.q * width, dtype=torch.float32, device=q.device)

@@ -10,7 +10,8 @@ and r ≥ length is out of bounds: loads give zeros there and stores leave alone
 
 One thing TMA does not forgive: a load of which not a single row is in bounds reads at the pointer itself, where nothing is mapped. So a
 sequence without keys loads one row of its neighbours (`loadable`); the mask hides it, and O is set to 0, not multiplied by it. And a
-consumer whose rows all lie past the end of the queries loads the last rows there are (`last_block`); its own store leaves nothing.
+consumer whose rows all lie past the end of the queries loads the last rows there are (`last_block`); its own store leaves nothing. The
+same holds for columns: a tile far wider than its tensor gets columns of zeros first (arguments.with_columns).
 """
 
 from dataclasses import dataclass
