@@ -39,8 +39,9 @@ def _dense() -> None:
             spec, tiles = BACKWARD[f"backward_{width}_{mask.value}"]
             short = backward_budget.choose(spec, SHORT)
             _add(f"backward_{width}_{mask.value}_short", spec, short)
-            if short.persistent:
-                _add(f"backward_{width}_{mask.value}_short_single", spec, replace(short, kv_stages=1))
+            if width == 64:
+                other = replace(short, kv_stages=1 if short.persistent else 2)
+                _add(f"backward_{width}_{mask.value}_short_{'persistent' if other.persistent else 'single'}", spec, other)
             other = replace(tiles, kv_stages=1 if tiles.persistent else 2)
             _add(f"backward_{width}_{mask.value}_{'persistent' if other.persistent else 'single'}", spec, other)
 

@@ -47,8 +47,8 @@ def choose(spec: BackwardSpec, q_len: int) -> BackwardTiles:
     in_turn = walk >= IN_TURN_FROM
     if spec.is_ragged:
         persistent = False
-    elif spec.qk_width < WIDE:  # turns leave no register for what a persistent block must remember
-        persistent = not in_turn
+    elif spec.qk_width < WIDE:  # turns leave no register for what a persistent block must remember; causal, they were slow in whole calls
+        persistent = not in_turn and spec.mask_kind is MaskKind.FULL
     else:  # its float32 sum of dQ is cleared before, not beside (backward_clear): only long calls pay for that
         persistent = walk >= PERSISTENT_FROM
     return replace(tiles, order=Order.IN_TURN if in_turn else Order.TOGETHER, kv_stages=2 if persistent else 1)
