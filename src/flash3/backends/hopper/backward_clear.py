@@ -4,17 +4,17 @@ A column is a key head of a sequence: its key tiles add to the records of its qu
 warps of a tile's block clear a slice of the column that is `ahead` columns further on, whose tiles come two waves of blocks later;
 backward_prepare has cleared the first ones. So the zeros cost no time of their own, and are still in L2 when they are added to.
 
-A column's tiles wait until all of its slices are there, behind the loads of their keys. They wait for blocks that were launched before,
-whose spare warps wait for nobody.
+A column's tiles wait until all of its slices are there, behind the loads of their keys; the counter is that of its first record. They wait
+for blocks that were launched before, whose spare warps wait for nobody.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .backward_tiles import TURN_WORD, BackwardSpec, BackwardTiles, DqPath, statistics_words
+from .backward_tiles import BackwardSpec, BackwardTiles, DqPath
 from .bulk import add_release
-from .dq import wait_for
+from .dq import counter_of, wait_for
 
 FIRST_SPARE_WARP, SPARE_WARPS = 1, 3
 """Of the producer warpgroup."""
@@ -43,11 +43,6 @@ def slice_of(kv_block, blocks, num_tiles, minimum=min):
 def slices_of(num_tiles):
     """What a column's counter reaches: every tile of another column clears three slices, a warp each."""
     return num_tiles * SPARE_WARPS
-
-
-def counter_of(statistics: cute.Tensor, record: Int32, tiles: BackwardTiles) -> cute.Pointer:
-    """Of a column, in the record of its first query head's block 0."""
-    return (statistics.iterator + (Int64(record) * statistics_words(tiles) + (tiles.q + TURN_WORD))).align(4)
 
 
 @cute.jit

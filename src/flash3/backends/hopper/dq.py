@@ -87,7 +87,7 @@ class Sender:
         rank = Int32(1)
         if const_expr(tiles.dq_path is DqPath.ORDERED):
             rank = Int32(self.turns.rank(q_block, tiles.q, tiles.kv, spec.mask_kind, cutlass.min, cutlass.max))
-            wait_for(self.counter(record), rank)
+            wait_for(counter_of(self.statistics, record, tiles), rank)
         for w in cutlass.range_constexpr(self.tiles.consumers):
             cute.arch.barrier(barrier_id=BackwardBarrierId.SLOT_FULL + w, number_of_threads=HANDOVER_THREADS)
             if self.lane == 0:
@@ -104,10 +104,12 @@ class Sender:
         if const_expr(self.tiles.dq_path is DqPath.ORDERED):
             cute.arch.cp_async_bulk_wait_group(0, read=False)
             if self.lane == 0:
-                add_release(self.counter(record), Int32(1))
+                add_release(counter_of(self.statistics, record, self.tiles), Int32(1))
 
-    def counter(self, record: Int32):
-        return self.statistics.iterator + (Int64(record) * statistics_words(self.tiles) + (self.tiles.q + TURN_WORD))
+
+def counter_of(statistics: cute.Tensor, record: Int32, tiles: BackwardTiles) -> cute.Pointer:
+    """A record's counter: of the key tiles that have added to its sum, or of the slices that are cleared (backward_clear)."""
+    return statistics.iterator + (Int64(record) * statistics_words(tiles) + (tiles.q + TURN_WORD))
 
 
 @cute.jit
