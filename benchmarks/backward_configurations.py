@@ -23,6 +23,12 @@ def _add(name: str, spec: BackwardSpec, tiles: BackwardTiles | None = None) -> N
     BACKWARD[name] = (spec, tiles or backward_budget.choose(spec, LONG))
 
 
+def _add_other_blocks(name: str, spec: BackwardSpec, tiles: BackwardTiles) -> None:
+    """The same with blocks that are persistent where these are not."""
+    other = replace(tiles, kv_stages=1 if tiles.persistent else 2)
+    _add(f"{name}_{'persistent' if other.persistent else 'single'}", spec, other)
+
+
 def _spec(width: int, mask_kind: MaskKind, value: int | None = None, **fields: object) -> BackwardSpec:
     base = BackwardSpec(qk_width=width, v_width=value or width, mask_kind=mask_kind)
     return replace(base, **fields)  # type: ignore[arg-type]
@@ -40,10 +46,8 @@ def _dense() -> None:
             short = backward_budget.choose(spec, SHORT)
             _add(f"backward_{width}_{mask.value}_short", spec, short)
             if width == 64:
-                other = replace(short, kv_stages=1 if short.persistent else 2)
-                _add(f"backward_{width}_{mask.value}_short_{'persistent' if other.persistent else 'single'}", spec, other)
-            other = replace(tiles, kv_stages=1 if tiles.persistent else 2)
-            _add(f"backward_{width}_{mask.value}_{'persistent' if other.persistent else 'single'}", spec, other)
+                _add_other_blocks(f"backward_{width}_{mask.value}_short", spec, short)
+            _add_other_blocks(f"backward_{width}_{mask.value}", spec, tiles)
 
 
 def _features() -> None:

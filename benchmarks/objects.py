@@ -25,6 +25,7 @@ from typing import Any
 
 from .backward_configurations import BACKWARD
 from .configurations import CONFIGURATIONS
+from .disassembly import disassembly
 
 FOLDER = Path(os.environ.get("FLASH3_OBJECTS") or Path(__file__).parent.parent / "build" / "hopper")
 PACKED = FOLDER.with_suffix(".tar.xz")
@@ -67,15 +68,12 @@ def _build_one(name: str) -> dict[str, Any]:
 
 def bulk_loads(path: Path) -> list[int]:
     """Where in its kernels an object's bulk loads into shared memory stand, as sanitize.py knows them again."""
-    import nvidia.cu13
-
-    tool = Path(next(iter(nvidia.cu13.__path__))) / "bin" / "nvdisasm"
     data, found = path.read_bytes(), []
     for image in [match.start() for match in re.finditer(b"\x7fELF", data)][1:]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
             cubin.write(data[image:])
             cubin.flush()
-            text = subprocess.run([str(tool), "-c", cubin.name], capture_output=True, text=True, check=True).stdout
+            text = disassembly(Path(cubin.name))
         found += [int(place, 16) for place in re.findall(r"/\*([0-9a-f]+)\*/[^;]*UBLKCP\.S\.G", text)]
     return found
 

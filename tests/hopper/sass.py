@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.disassembly import disassembly, run
 
 MATMUL = "HGMMA"
 ALL_DONE = "DEPBAR.LE gsb0, 0x0"
@@ -23,22 +24,8 @@ class Facts:
     hidden: tuple[int, ...]  # exponentials in each before it waits for all matmuls
 
 
-def _tool(name: str) -> str:
-    import nvidia.cu13
-
-    return str(Path(next(iter(nvidia.cu13.__path__))) / "bin" / name)
-
-
-def _run(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def disassembly(cubin: Path) -> str:
-    return _run(_tool("nvdisasm"), "-c", str(cubin))
-
-
 def facts(cubin: Path) -> Facts:
-    usage = _run(_tool("cuobjdump"), "-res-usage", str(cubin))
+    usage = run("cuobjdump", "-res-usage", str(cubin))
     text = disassembly(cubin)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     instructions, labels = parse(text)

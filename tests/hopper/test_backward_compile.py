@@ -35,7 +35,7 @@ def cases() -> list[object]:
 
 def main_kernel(cubin: Path) -> str:
     """Its disassembly, out of that of the three."""
-    from tests.hopper.sass import disassembly
+    from benchmarks.disassembly import disassembly
 
     (text,) = (part for part in SECTION.split(disassembly(cubin)) if "BackwardKernel" in part.partition("\n")[0])
     return text

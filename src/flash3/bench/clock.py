@@ -1,7 +1,6 @@
 """How long one call takes.
 
-Timing.EVENTS   CUDA events around a burst of launches, behind a pause that lets the host get ahead: the GPU's own time, as long as it stays
-                so
+Timing.EVENTS   CUDA events around a burst of launches, behind a pause that gives the host a start: the GPU's own time, if the host keeps up
 Timing.GRAPH    the same around replays of a CUDA graph that holds one call: short calls, without their host time
 Timing.COLD     events around each single launch, with the L2 cache overwritten between them: calls whose tensors would stay in it
 Timing.WALL     the host's clock around a burst, with a wait at its end: a CPU, and frameworks with streams of their own
