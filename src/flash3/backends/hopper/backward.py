@@ -44,15 +44,16 @@ from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
-from .backward_barriers import BackwardBarrierId, sync_consumers
+from .backward_barriers import BackwardBarrierId, arrive_consumers, sync_consumers
 from .backward_clear import FIRST_SPARE_WARP, clear_slice, clears_ahead
 from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
-from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, produce, produce_next
+from .backward_exchange import Exchange, exchange_barriers, init_exchange
+from .backward_io import GradientStore, KeyTile, Loads, OthersKeys, StagedRowsLoad, TileKeys, produce, produce_next
 from .backward_operands import BackwardOperands
 from .backward_order import Turns
-from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
+from .backward_roles import DqConsumer, GradientConsumer, ScoreConsumer, TakenInOrder, walk_dq, walk_gradients
 from .backward_schedule import KeyDispatcher, KeyFollower
-from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split
+from .backward_tiles import CONSUMERS, COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split, tiles_of
 from .dq import HandOver, RegisterReduction, Sender, send_all
 from .extents import extent_of
 from .fragments import LANES_PER_ROW
@@ -71,8 +72,8 @@ class Buffers:
     K: cute.Tensor
     V: cute.Tensor
     dS: cute.Tensor  # (queries, keys, stage)
+    half_of_k: object  # (keys, columns, 1), of the cluster's other block; None without clusters
     dQ: object  # DqPath.SHARED: (half, consumer) float32
-    P: object  # Split.ROLES: P as it lies in registers, words
     L: cute.Tensor  # (words, stage)
     D: cute.Tensor
 
@@ -80,9 +81,9 @@ class Buffers:
 class Parts:
     """What a consumer is put together from."""
 
-    def __init__(self, kernel, ops: BackwardOperands, tile: KeyTile, buffers: Buffers, q_pipe, do_pipe, thread, me):
+    def __init__(self, kernel, ops: BackwardOperands, tile: KeyTile, buffers: Buffers, q_pipe, do_pipe, exchange, thread, me):
         self.spec, self.tiles = kernel.spec, kernel.tiles
-        self.ops, self.tile, self.buffers, self.q_pipe, self.do_pipe = ops, tile, buffers, q_pipe, do_pipe
+        self.ops, self.tile, self.buffers, self.q_pipe, self.do_pipe, self.barriers = ops, tile, buffers, q_pipe, do_pipe, exchange
         self.all_thread, self.me = thread, me
         by_keys = self.tiles.split is Split.KEYS
         self.thread = thread if by_keys else thread % roles.WARPGROUP_THREADS
@@ -132,7 +133,7 @@ class Parts:
     def dq_path(self):
         words = self.tiles.q * self.spec.qk_width
         thread = self.all_thread % roles.WARPGROUP_THREADS
-        if self.tiles.dq_path is DqPath.REGISTERS:
+        if not self.tiles.has_sender:
             return RegisterReduction(self.ops.dq_sum, self.me, thread, words)
         fours = words // 2 // (4 * roles.WARPGROUP_THREADS)
         place = (self.buffers.dQ[None, self.me].iterator + 4 * thread).align(16)
@@ -142,8 +143,11 @@ class Parts:
         """The copy of dS to shared memory, and this thread's part of the target."""
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), storage.ELEMENTS[self.spec.dtype])
         copy = cute.make_tiled_copy_C(atom, self.scores)
-        target = storage.transposed(self.buffers.dS, self.tiles.kv, self.tiles.q, self.tiles.ds_stages)
-        return copy, copy.get_slice(self.thread).partition_D(target)
+        return copy, copy.get_slice(self.thread).partition_D(self.ds_place())
+
+    def ds_place(self):
+        """dSᵀ, over its stages."""
+        return storage.transposed(self.buffers.dS, self.tiles.kv, self.tiles.q, self.tiles.cluster * self.tiles.ds_stages)
 
     def weights(self) -> Weights:
         tile, ops, spec, tiles = self.tile, self.ops, self.spec, self.tiles
@@ -190,26 +194,22 @@ class Parts:
         shape, stride = ((4, fours), self.tiles.ds_stages), ((1, 4 * threads), self.tiles.q * self.tiles.kv // 2)
         return cute.make_tensor(place, cute.make_layout(shape, stride=stride))
 
-    def half_of_dq(self) -> HalfOfDq:
-        K, dS = self.dq_operands()
-        return HalfOfDq(K[None, None, None, 0], dS, self.dq_path(), self.dq_mma, self.spec, self.tiles)
-
-    def box(self):
-        """This thread's words of P: float4 by float4, beside its neighbours'."""
-        fours = self.tiles.q * self.tiles.kv // 2 // (4 * roles.WARPGROUP_THREADS)
-        place = (self.buffers.P.iterator + 4 * self.thread).align(16)
-        return cute.make_tensor(place, cute.make_layout((4, fours), stride=(1, 4 * roles.WARPGROUP_THREADS)))
+    def exchange(self, user) -> Exchange:
+        """dS's stages, for who fills them or who reads them."""
+        at = pipeline.make_pipeline_state(user, self.tiles.ds_stages)
+        return Exchange(self.buffers.dS, *self.barriers, self.tile.rank(self.tiles), at, self.spec, self.tiles)
 
     def score_consumer(self) -> ScoreConsumer:
+        copy, to_smem = self.ds_store()
         return ScoreConsumer(
             K=self.scores_a(self.buffers.K)[None, None, None, 0],
             queries=self.queries(),
             douts=self.douts(),
             total=self.total(self.dv_mma, self.spec.v_width),
             weights=self.weights(),
-            box=self.box(),
-            stage=Int32(0),
-            dq=self.half_of_dq(),
+            exchange=self.exchange(pipeline.PipelineUserType.Producer),
+            copy=copy,
+            to_smem=to_smem,
             scores_mma=self.scores,
             total_mma=self.dv_mma,
             spec=self.spec,
@@ -217,24 +217,49 @@ class Parts:
         )
 
     def gradient_consumer(self) -> GradientConsumer:
-        ds_copy, ds_to = self.ds_store()
+        copy, to_smem = self.ds_store()
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), storage.ELEMENTS[self.spec.dtype])
+        read = cute.make_tiled_copy_C(atom, self.scores)
         return GradientConsumer(
             V=self.scores_a(self.buffers.V)[None, None, None, 0],
             queries=self.queries(),
             douts=self.douts(),
             total=self.total(self.dk_mma, self.spec.qk_width),
-            record=self.tile.record + Int32(0),
             first_column=self.first_column,
-            box=self.box(),
-            stage=Int32(0),
-            ds_copy=ds_copy,
-            ds_to=ds_to,
-            dq=self.half_of_dq(),
+            first_thread=Boolean(self.thread == 0),
+            exchange=self.exchange(pipeline.PipelineUserType.Producer),
+            read=read,
+            from_smem=read.get_slice(self.thread).partition_S(self.ds_place()),
+            copy=copy,
+            to_smem=to_smem,
             scores_mma=self.scores,
             total_mma=self.dk_mma,
             spec=self.spec,
             tiles=self.tiles,
         )
+
+    def dq_consumer(self, turns) -> DqConsumer:
+        spec, tiles, buffers, mma = self.spec, self.tiles, self.buffers, backward_storage.half_dq_mma(self.spec, self.tiles)
+        half = spec.qk_width // 2
+        mine, other = (0, 1) if tiles.cluster == 1 else (self.tile.rank(tiles), None)
+        K = storage.transposed(buffers.K, spec.qk_width, tiles.kv, 1)
+        more = storage.transposed(buffers.half_of_k, half, tiles.kv, 1) if other is None else self.columns(K, other)
+        part = mma.get_slice(0)
+        return DqConsumer(
+            K=mma.make_fragment_B(part.partition_B(self.columns(K, mine)))[None, None, None, 0],
+            K_more=mma.make_fragment_B(part.partition_B(more))[None, None, None, 0],
+            dS=mma.make_fragment_A(part.partition_A(buffers.dS)),
+            exchange=self.exchange(pipeline.PipelineUserType.Consumer),
+            sum=self.dq_path(),
+            order=TakenInOrder(self.ops.statistics, turns, spec, tiles),
+            mma=mma,
+            spec=spec,
+            tiles=tiles,
+        )
+
+    def columns(self, K, half):
+        """Half of Kᵀ."""
+        return cute.local_tile(K, (self.spec.qk_width // 2, self.tiles.kv), (half, 0, None))
 
     def dv_store(self) -> GradientStore:
         return GradientStore.create(
@@ -272,7 +297,12 @@ class BackwardKernel:
             tiles, kv_heads = tiles * kv_heads, 1
         # Without min_blocks_per_mp ptxas ignores setmaxnreg.
         self.kernel(ops).launch(
-            grid=[tiles, kv_heads, 1], block=[self.tiles.threads, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
+            grid=[tiles, kv_heads, 1],
+            block=[self.tiles.threads, 1, 1],
+            cluster=[self.tiles.cluster, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -286,23 +316,30 @@ class BackwardKernel:
         size = spec.dtype.bytes
 
         def pipe(stages, stage_bytes):
-            return tma_pipe(smem, tiles.consumers, stages, stage_bytes)
+            return tma_pipe(smem, CONSUMERS, stages, stage_bytes)
 
         q_pipe = pipe(tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
         do_pipe = pipe(tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
         k_in, k_out = pipe(tiles.kv_stages, size * tiles.kv * spec.qk_width).make_participants()
         v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
+        others_in = others_out = exchange = None
+        if const_expr(tiles.split is Split.ROLES):
+            exchange = exchange_barriers(smem, tiles)
+            if thread == 0:
+                init_exchange(*exchange, tiles)
+        if const_expr(tiles.cluster > 1):
+            others_in, others_out = pipe(1, size * tiles.kv * spec.qk_width // 2).make_participants()
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
             box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.sync_cluster()
         cute.arch.griddepcontrol_wait()  # for backward_prepare
         cute.arch.griddepcontrol_launch_dependents()
         if warpgroup == roles.PRODUCER_WARPGROUP:
-            cute.arch.setmaxregister_decrease(roles.producer_registers(tiles))
+            cute.arch.setmaxregister_decrease(backward_budget.producer_registers(tiles))
             if warp_number == 0:
-                load = self.loads(ops, buffers, q_pipe.make_producer(), do_pipe.make_producer(), k_in, v_in, thread)
+                load = self.loads(ops, buffers, q_pipe.make_producer(), do_pipe.make_producer(), k_in, v_in, others_in, thread)
                 if const_expr(tiles.persistent):
                     self.produce_tiles(ops, load, box, work_in, thread)
                 else:
@@ -314,15 +351,30 @@ class BackwardKernel:
                 if warp_number >= FIRST_SPARE_WARP:
                     self.clear_column_ahead(ops, thread - 32 * FIRST_SPARE_WARP)
         else:
-            cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
-            keys = TileKeys(k_out, v_out)
-            parts = Parts(self, ops, self.tile(ops), buffers, q_pipe, do_pipe, thread - roles.WARPGROUP_THREADS, me)
+            keys = TileKeys(k_out, v_out, others_out)
+            if const_expr(tiles.split is Split.KEYS):
+                cute.arch.setmaxregister_increase(backward_budget.consumer_registers(tiles)[0])
+            parts = Parts(self, ops, self.tile(ops), buffers, q_pipe, do_pipe, exchange, thread - roles.WARPGROUP_THREADS, me)
             if const_expr(tiles.persistent):
                 self.consume_tiles(parts, keys, KeyFollower(Int32(0), box, work_out))
+            elif const_expr(tiles.split is Split.KEYS):
+                self.consume_tile(parts, keys)
             else:
-                self.consume_tile(parts, keys, me)
+                self.consume_by_roles(parts, keys, me)
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+        if const_expr(tiles.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def sync_cluster(self):
+        """Or the block."""
+        if const_expr(self.tiles.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
     @cute.jit
     def produce_tile(self, ops, load: Loads):
@@ -364,25 +416,36 @@ class BackwardKernel:
         column = tile.kv_head * z.batch + tile.batch + z.columns_ahead
         kv_head = column // z.batch
         if kv_head < z.kv_heads:
-            blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + tiles.kv - 1) // tiles.kv
+            blocks, num_tiles = z.q_blocks // z.batch, tiles_of(tile.k.length, tiles)
             record = kv_head * spec.heads_per_kv * z.q_blocks + (column - kv_head * z.batch) * blocks
             clear_slice(ops.statistics, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, thread, spec, tiles)
 
     @cute.jit
-    def consume_tile(self, parts, keys, me: Int32):
+    def consume_tile(self, parts, keys):
         """The block's only tile."""
         ops, tile = parts.ops, parts.tile
         if self.exists(tile):
             blocks = self.blocks(ops, tile)
             coarse = self.is_coarse(ops, tile, blocks)
             keys.wait()
-            if const_expr(self.tiles.split is Split.KEYS):
-                self.by_keys(parts, blocks, coarse)
-            else:
-                if me == 0:
-                    self.scores_role(parts, blocks, coarse)
-                else:
-                    self.gradients_role(parts, blocks, coarse)
+            self.by_keys(parts, blocks, coarse)
+
+    @cute.jit
+    def consume_by_roles(self, parts, keys, me: Int32):
+        """The same."""
+        scores, gradients, dq = backward_budget.consumer_registers(self.tiles)
+        if me == 0:
+            cute.arch.setmaxregister_increase(scores)
+            if self.exists(parts.tile):
+                self.scores_role(parts, keys)
+        elif me == 1:
+            cute.arch.setmaxregister_increase(gradients)
+            if self.exists(parts.tile):
+                self.gradients_role(parts, keys)
+        else:
+            cute.arch.setmaxregister_decrease(dq)
+            if self.exists(parts.tile):
+                self.dq_role(parts, keys)
 
     @cute.jit
     def consume_tiles(self, parts, keys: TileKeys, work: KeyFollower):
@@ -418,7 +481,7 @@ class BackwardKernel:
 
     def exists(self, tile: KeyTile):
         """Where lengths are ragged a block may have no tile."""
-        return tile.kv_block * self.tiles.kv < tile.k.length
+        return tile.walk * self.tiles.walk_keys < tile.k.length
 
     def is_coarse(self, ops, tile: KeyTile, blocks: QueryBlocks):
         first, count = tile.record + blocks.first, blocks.count()
@@ -431,21 +494,38 @@ class BackwardKernel:
         return blocklist.num_blocks(self.spec.k_layout, ops.sizes.k_rows, ops.sizes.batch, self.tiles.kv)
 
     @cute.jit
-    def scores_role(self, parts, blocks: QueryBlocks, coarse: Boolean):
+    def scores_role(self, parts, keys: TileKeys):
+        ops, tile = parts.ops, parts.tile
+        blocks = self.blocks(ops, tile)
         c = parts.score_consumer()
         c.total.fill(0.0)
-        c = walk_tile(c, blocks, parts.tile.q_blocks, coarse)
-        sync_consumers(BackwardBarrierId.KEYS_READ)
-        parts.dv_store().write(c.total, parts.tile, Int32(0))
+        coarse = self.is_coarse(ops, tile, blocks)
+        keys.wait()
+        c = walk_tile(c, blocks, tile.q_blocks, coarse)
+        arrive_consumers(BackwardBarrierId.KEYS_READ, self.tiles.consumers)
+        sync_consumers(BackwardBarrierId.VALUES_READ)
+        parts.dv_store().write(c.total, tile, Int32(0))
 
     @cute.jit
-    def gradients_role(self, parts, blocks: QueryBlocks, coarse: Boolean):
+    def gradients_role(self, parts, keys: TileKeys):
+        ops, tile = parts.ops, parts.tile
+        blocks = self.blocks(ops, tile)
         c = parts.gradient_consumer()
         c.total.fill(0.0)
-        c = walk_tile(c, blocks, parts.tile.q_blocks, coarse)
-        sync_consumers(BackwardBarrierId.KEYS_READ)
-        scale_all(c.total, parts.ops.scale)
-        parts.dk_store().write(c.total, parts.tile, Int32(0))
+        keys.wait()
+        c = walk_gradients(c, blocks)
+        arrive_consumers(BackwardBarrierId.VALUES_READ)
+        scale_all(c.total, ops.scale)
+        sync_consumers(BackwardBarrierId.KEYS_READ, self.tiles.consumers)
+        parts.dk_store().write(c.total, tile, Int32(0))
+
+    @cute.jit
+    def dq_role(self, parts, keys: TileKeys):
+        ops, tile = parts.ops, parts.tile
+        c = parts.dq_consumer(self.turns(ops, tile))
+        keys.wait()
+        c = walk_dq(c, tile.record, self.blocks(ops, tile), tile.q_blocks)
+        arrive_consumers(BackwardBarrierId.KEYS_READ, self.tiles.consumers)
 
     def buffers(self, smem: SmemAllocator):
         spec, tiles = self.spec, self.tiles
@@ -461,26 +541,25 @@ class BackwardKernel:
             buffer(backward_storage.v_layout(spec, tiles, tiles.kv_stages)),
         )
         sdS = buffer(backward_storage.ds_layout(spec, tiles))
-        sdQ = None
+        sdQ = half_of_k = None
+        if tiles.cluster > 1:
+            half_of_k = buffer(backward_storage.half_of_k_layout(spec, tiles))
         if tiles.has_sender:
             sdQ = smem.allocate_tensor(Float32, cute.make_layout((tiles.q * spec.qk_width // 2, 2)), 128)
         sL = smem.allocate_tensor(Float32, cute.make_layout((tiles.q + STATISTICS_TAIL, tiles.q_stages)), 128)
         sD = smem.allocate_tensor(Float32, cute.make_layout((tiles.q, tiles.do_stages)), 128)
-        sP = None
-        if tiles.split is Split.ROLES:
-            sP = smem.allocate_tensor(Int32, cute.make_layout(tiles.q * tiles.kv // 2), 128)
-        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD)
+        return Buffers(sQ, sdO, sK, sV, sdS, half_of_k, sdQ, sL, sD)
 
     def place(self, ops: BackwardOperands):
         """(number among the key tiles of the batch, key head) of this block."""
         index, kv_head, _ = cute.arch.block_idx()
         if const_expr(not launched_by_groups(self.spec, self.tiles)):
             return index, kv_head
-        z = ops.sizes
-        num_tiles = (z.k_rows + self.tiles.kv - 1) // self.tiles.kv
-        kv_block, column = backward_order.place(index, num_tiles, z.kv_heads * z.batch, cutlass.min)
+        z, cluster = ops.sizes, self.tiles.cluster
+        walks = tiles_of(z.k_rows, self.tiles) // cluster
+        walk, column = backward_order.place(index // cluster, walks, z.kv_heads * z.batch, cutlass.min, cluster)
         batch = column // z.kv_heads
-        return batch * num_tiles + kv_block, column - batch * z.kv_heads
+        return (batch * walks + walk) * cluster + index % cluster, column - batch * z.kv_heads
 
     def tile(self, ops: BackwardOperands) -> KeyTile:
         """This block's work."""
@@ -494,19 +573,22 @@ class BackwardKernel:
 
     def key_tile(self, ops: BackwardOperands, index, kv_head) -> KeyTile:
         spec, tiles, z = self.spec, self.tiles, ops.sizes
-        batch = blocklist.sequence_of(index, ops.k_arrays, z.batch, z.k_rows, spec.k_layout, tiles.kv)
+        walk = index // tiles.cluster
+        batch = blocklist.sequence_of(walk, ops.k_arrays, z.batch, z.k_rows, spec.k_layout, tiles.walk_keys)
         q = extent_of(ops.q_arrays, spec.q_layout, batch, z.q_rows)
         k = extent_of(ops.k_arrays, spec.k_layout, batch, z.k_rows)
-        kv_block = index - blocklist.first_block(spec.k_layout, ops.k_arrays, batch, z.k_rows, tiles.kv)
+        walk = walk - blocklist.first_block(spec.k_layout, ops.k_arrays, batch, z.k_rows, tiles.walk_keys)
+        kv_block = walk * tiles.cluster + index % tiles.cluster
         first = blocklist.first_block(spec.q_layout, ops.q_arrays, batch, z.q_rows, tiles.q)
-        return KeyTile(kv_block, kv_head, batch, q, k, kv_head * spec.heads_per_kv * z.q_blocks + first, z.q_blocks)
+        return KeyTile(kv_block, walk, kv_head, batch, q, k, kv_head * spec.heads_per_kv * z.q_blocks + first, z.q_blocks)
 
     def turns(self, ops: BackwardOperands, tile: KeyTile) -> Turns:
         kv_blocks, q_blocks = (n // size for n, size in self.padded_lengths(tile))
-        return Turns(tile.kv_block, kv_blocks, q_blocks, tile.k.length, bounds_of(ops.mask, tile.q.length, tile.k.length))
+        bounds = bounds_of(ops.mask, tile.q.length, tile.k.length)
+        return Turns(tile.walk, kv_blocks, q_blocks, tile.k.length, bounds, self.tiles.cluster)
 
     def padded_lengths(self, tile: KeyTile):
-        kv, q = self.tiles.kv, self.tiles.q
+        kv, q = self.tiles.walk_keys, self.tiles.q
         return (tile.k.length + kv - 1, kv), (tile.q.length + q - 1, q)
 
     def blocks(self, ops: BackwardOperands, tile: KeyTile) -> QueryBlocks:
@@ -514,14 +596,18 @@ class BackwardKernel:
         shift = Int32(0)
         if self.tiles.dq_path is DqPath.ORDERED:
             shift = self.turns(ops, tile).shift(self.spec.mask_kind, cutlass.min)
-        b = query_blocks(self.spec, self.tiles, tile.kv_block, tile.q.length, tile.k.length, bounds, cutlass.min, cutlass.max, shift)
+        b = query_blocks(self.spec, self.tiles, tile.walk, tile.q.length, tile.k.length, bounds, cutlass.min, cutlass.max, shift)
         return QueryBlocks(Int32(b.first), Int32(b.left_edge), Int32(b.interior), Int32(b.right_edge), Int32(b.shift))
 
-    def loads(self, ops, buffers, q_in, do_in, k_in, v_in, thread) -> Loads:
+    def loads(self, ops, buffers, q_in, do_in, k_in, v_in, others_in, thread) -> Loads:
         spec, tiles = self.spec, self.tiles
         q_tile, do_tile = (tiles.q, spec.qk_width), (tiles.q, spec.v_width)
         k_tile, v_tile = (tiles.kv, spec.qk_width), (tiles.kv, spec.v_width)
-        after_l = tiles.q + STATISTICS_TAIL
+        after_l, others = tiles.q + STATISTICS_TAIL, None
+        if const_expr(tiles.cluster > 1):
+            half_tile, other_half = (tiles.kv, spec.qk_width // 2), self.tile(ops).rank(tiles)
+            info = ops.half_of_k
+            others = OthersKeys(info.atom, info.tma_tensor, buffers.half_of_k, others_in, half_tile, spec.k_layout, other_half)
         return Loads(
             StagedRowsLoad(ops.q.atom, ops.q.tma_tensor, buffers.Q, q_in, q_tile, spec.q_layout, ops.statistics, buffers.L, 0, thread),
             StagedRowsLoad(
@@ -529,5 +615,6 @@ class BackwardKernel:
             ),
             StagedLoad(ops.k.atom, ops.k.tma_tensor, buffers.K, k_in, k_tile, spec.k_layout),
             StagedLoad(ops.v.atom, ops.v.tma_tensor, buffers.V, v_in, v_tile, spec.k_layout),
+            others,
             spec,
         )

@@ -11,7 +11,7 @@ from . import storage
 from .backward_barriers import sync_gradient
 from .backward_clear import clears_ahead, wait_cleared
 from .backward_schedule import KeyDispatcher
-from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, Split
+from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, Split, tiles_of
 from .bulk import bulk_load
 from .extents import Extent, tile_of
 from .fragments import convert
@@ -44,16 +44,37 @@ class StagedRowsLoad(StagedLoad):
 
 
 @dataclass
+class OthersKeys(StagedLoad):
+    """Producer end of half of K's columns, of the tile of the other block in the cluster."""
+
+    half: Int32
+
+    @cute.jit
+    def load_half(self, block: Int32, head: Int32, extent: Extent):
+        slot = self.producer.acquire_and_advance()
+        rows = tile_of(self.tensor, self.tile, block, self.half, head, extent, self.layout)
+        target, source = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(self.buffer, 0, 2), cute.group_modes(rows, 0, 2)
+        )
+        cute.copy(self.atom, source, target[None, slot.index], tma_bar_ptr=slot.barrier)
+
+
+@dataclass
 class KeyTile:
     """What a block works on."""
 
     kv_block: Int32
+    walk: Int32  # number of its cluster's tiles among the sequence's
     kv_head: Int32
     batch: Int32
     q: Extent
     k: Extent
     record: Int32  # of the first query head's block 0
     q_blocks: Int32  # records from a head to the next
+
+    def rank(self, tiles: BackwardTiles):
+        """Of the block in its cluster."""
+        return self.kv_block - self.walk * tiles.cluster
 
 
 @dataclass
@@ -62,12 +83,15 @@ class Loads:
     do: StagedRowsLoad
     k: StagedLoad
     v: StagedLoad
+    others: object  # OthersKeys; None without clusters
     spec: cutlass.Constexpr[BackwardSpec]
 
     @cute.jit
     def load_keys(self, tile: KeyTile):
         self.k.load(tile.kv_block, tile.kv_head, tile.k)
         self.v.load(tile.kv_block, tile.kv_head, tile.k)
+        if const_expr(self.others is not None):
+            self.others.load_half(tile.kv_block ^ 1, tile.kv_head, tile.k)
 
     @cute.jit
     def load_queries(self, tile: KeyTile, head: Int32, block: Int32):
@@ -84,7 +108,7 @@ def produce(
     """Loads of one work tile, in the order in which they are read."""
     load.load_keys(tile)
     if const_expr(clears_ahead(spec, tiles)):
-        wait_cleared(load.q.statistics, tile.record, (tile.k.length + tiles.kv - 1) // tiles.kv, tiles)
+        wait_cleared(load.q.statistics, tile.record, tiles_of(tile.k.length, tiles), tiles)
     for head in cutlass.range(spec.heads_per_kv, unroll=1):
         for i in cutlass.range(blocks.count(), unroll=1):
             load.load_queries(tile, head, block_at(blocks, i, spec, tiles, cutlass.min, cutlass.max))
@@ -169,10 +193,13 @@ class TileKeys:
 
     k: object
     v: object
+    others: object  # the other block's keys; None without clusters
 
     @cute.jit
     def wait(self):
         self.v.wait()
+        if const_expr(self.others is not None):
+            self.others.wait()
         return self.k.wait().index
 
     @cute.jit

@@ -25,7 +25,7 @@ from . import blocklist
 from .backward_clear import clears_ahead, slices_of
 from .backward_operands import RowOperands
 from .backward_refine import LARGEST_EXACT, rest_of_row
-from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, TURN_WORD, BackwardSpec, BackwardTiles, DqPath, statistics_words
+from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, TURN_WORD, BackwardSpec, BackwardTiles, DqPath, statistics_words, tiles_of
 from .extents import Extent, extent_of
 from .masking import bounds_of
 from .rows import PIECE, piece_of, row_of, rows_of, statistic_of
@@ -44,11 +44,11 @@ def zeros_of(ops: RowOperands, head: Int32, batch: Int32, q: Extent, k: Extent, 
     z = ops.sizes
     if clears_ahead(spec, tiles):
         mine = head // spec.heads_per_kv * z.batch + batch < z.columns_ahead
-        return mine, cutlass.select_(mine, slices_of((z.k_rows + tiles.kv - 1) // tiles.kv), Int32(0))
+        return mine, cutlass.select_(mine, slices_of(tiles_of(z.k_rows, tiles)), Int32(0))
     if tiles.dq_path is not DqPath.ORDERED:
         return Boolean(True), Int32(0)
     bounds, last_row = bounds_of(replace(ops.mask), q.length, k.length), first_row + (tiles.q - 1)
-    found = mask.key_blocks(first_row, last_row, k.length, tiles.kv, bounds, spec.mask_kind, cutlass.min, cutlass.max)
+    found = mask.key_blocks(first_row, last_row, k.length, tiles.walk_keys, bounds, spec.mask_kind, cutlass.min, cutlass.max)
     return found.begin == found.end, Int32(0)
 
 
