@@ -48,6 +48,10 @@ def _dense() -> None:
             if width == 64:
                 _add_other_blocks(f"backward_{width}_{mask.value}_short", spec, short)
             _add_other_blocks(f"backward_{width}_{mask.value}", spec, tiles)
+    for mask in (FULL, CAUSAL):
+        spec, tiles = BACKWARD[f"backward_256_{mask.value}"]
+        _add(f"backward_256_{mask.value}_alone", spec, replace(tiles, cluster=1, ds_stages=2, multicast=False))
+        _add(f"backward_256_{mask.value}_multicast", spec, replace(tiles, multicast=not tiles.multicast))
 
 
 def _features() -> None:

@@ -315,11 +315,13 @@ class BackwardKernel:
         buffers = self.buffers(smem)
         size = spec.dtype.bytes
 
-        def pipe(stages, stage_bytes):
-            return tma_pipe(smem, CONSUMERS, stages, stage_bytes)
+        together = tiles.cluster if tiles.multicast else 1
 
-        q_pipe = pipe(tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
-        do_pipe = pipe(tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
+        def pipe(stages, stage_bytes, blocks=1):
+            return tma_pipe(smem, CONSUMERS, stages, stage_bytes, blocks)
+
+        q_pipe = pipe(tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL), together)
+        do_pipe = pipe(tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q, together)
         k_in, k_out = pipe(tiles.kv_stages, size * tiles.kv * spec.qk_width).make_participants()
         v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
         others_in = others_out = exchange = None
@@ -603,15 +605,15 @@ class BackwardKernel:
         spec, tiles = self.spec, self.tiles
         q_tile, do_tile = (tiles.q, spec.qk_width), (tiles.q, spec.v_width)
         k_tile, v_tile = (tiles.kv, spec.qk_width), (tiles.kv, spec.v_width)
-        after_l, others = tiles.q + STATISTICS_TAIL, None
+        after_l, others, rank = tiles.q + STATISTICS_TAIL, None, 0
         if const_expr(tiles.cluster > 1):
-            half_tile, other_half = (tiles.kv, spec.qk_width // 2), self.tile(ops).rank(tiles)
-            info = ops.half_of_k
-            others = OthersKeys(info.atom, info.tma_tensor, buffers.half_of_k, others_in, half_tile, spec.k_layout, other_half)
+            rank, half_tile, info = self.tile(ops).rank(tiles), (tiles.kv, spec.qk_width // 2), ops.half_of_k
+            others = OthersKeys(info.atom, info.tma_tensor, buffers.half_of_k, others_in, half_tile, spec.k_layout, rank)
+        share = (rank, tiles.cluster) if tiles.multicast else (0, 1)
         return Loads(
-            StagedRowsLoad(ops.q.atom, ops.q.tma_tensor, buffers.Q, q_in, q_tile, spec.q_layout, ops.statistics, buffers.L, 0, thread),
+            StagedRowsLoad(ops.q.atom, ops.q.tma_tensor, buffers.Q, q_in, q_tile, spec.q_layout, ops.statistics, buffers.L, 0, thread, *share),
             StagedRowsLoad(
-                ops.do.atom, ops.do.tma_tensor, buffers.dO, do_in, do_tile, spec.q_layout, ops.statistics, buffers.D, after_l, thread
+                ops.do.atom, ops.do.tma_tensor, buffers.dO, do_in, do_tile, spec.q_layout, ops.statistics, buffers.D, after_l, thread, *share
             ),
             StagedLoad(ops.k.atom, ops.k.tma_tensor, buffers.K, k_in, k_tile, spec.k_layout),
             StagedLoad(ops.v.atom, ops.v.tma_tensor, buffers.V, v_in, v_tile, spec.k_layout),

@@ -1,5 +1,7 @@
 """Tiles → layouts and matmuls of the backward: pure functions, called on the host and again inside the kernels (see storage.py)."""
 
+import math
+
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32
@@ -59,7 +61,7 @@ def gradient_mma(spec: BackwardSpec, tiles: BackwardTiles, width: int):
     """dV += Pᵀ·dO and dK += dSᵀ·Q: Pᵀ and dSᵀ are the registers that Sᵀ came in."""
     registers = warpgroup.OperandSource.RMEM
     if tiles.split is Split.ROLES and width > WIDEST_WITH_FOUR:
-        width //= 2
+        width = math.gcd(width, WIDEST_WITH_FOUR)
     return _mma(spec, OperandMajorMode.K, OperandMajorMode.MN, _key_rows(tiles), (KEYS_PER_CONSUMER, width), registers)
 
 

@@ -70,7 +70,7 @@ class BackwardTiles:
     q: rows of a block of queries; kv: keys of a work tile; q_stages, do_stages, ds_stages: depths of the rings of Q, dO and dS; kv_stages:
     with 2, blocks are persistent and the next tile's K and V come while this one is worked on, with 1 each tile has a block of its own.
     cluster: Split.ROLES: so many neighbouring tiles walk together; their blocks exchange dS, and each makes its share of dQ's columns for
-    the keys of all: so many times fewer additions in global memory.
+    the keys of all: so many times fewer additions in global memory. multicast: each loads a part of Q and dO for all.
     """
 
     q: int
@@ -83,6 +83,7 @@ class BackwardTiles:
     split: Split = Split.KEYS
     order: Order = Order.TOGETHER
     cluster: int = 1
+    multicast: bool = False
 
     @property
     def consumers(self) -> int:
