@@ -26,7 +26,7 @@ def test_every_pair_of_head_dims_has_tiles(softcap: bool, deterministic: bool) -
 
 
 def test_the_list_covers_every_choice() -> None:
-    assert len(BACKWARD) <= 60
+    assert len(BACKWARD) <= 64
     specs, tiles = zip(*BACKWARD.values(), strict=True)
     assert {s.mask_kind for s in specs} == set(MaskKind)
     assert {t.dq_path for t in tiles} == set(DqPath)
@@ -48,6 +48,10 @@ def test_the_list_covers_every_choice() -> None:
         ("backward_64_full", {"q": 64}, "width 128"),
         ("backward_64_full", {"do_stages": 1}, "stages of Q, dO and dS"),
         ("backward_256_full", {"q_stages": 0}, "need a stage"),
+        ("backward_256_full", {"ds_stages": 2}, "shared memory"),
+        ("backward_256_causal_packed", {"cluster": 2}, "cluster must be"),
+        ("backward_128_full", {"cluster": 2}, "cluster must be"),
+        ("backward_256_full", {"cluster": 1, "multicast": True}, "multicast"),
         ("backward_256_full", {"order": Order.IN_TURN}, "turns need"),
         ("backward_128_full_softcap", {"order": Order.IN_TURN}, "turns need"),
         ("backward_128_full_shared", {"order": Order.IN_TURN}, "turns need"),
@@ -55,7 +59,7 @@ def test_the_list_covers_every_choice() -> None:
         ("backward_256_full", {"q_stages": 3}, "shared memory"),
         ("backward_256_full", {"kv_stages": 2}, "persistent"),
         ("backward_128_causal_packed", {"kv_stages": 2}, "persistent"),
-        ("backward_256_full", {"dq_path": DqPath.SHARED}, "shared memory"),
+        ("backward_256_full", {"dq_path": DqPath.SHARED}, "no sender"),
         ("backward_64_full_deterministic", {"dq_path": DqPath.SHARED}, "ordered"),
     ],
 )
