@@ -10,22 +10,24 @@ shared memory.
 
 roles       warps      registers      job
 producer    0          24             TMA loads of K, V, Q, dO; bulk loads of L and D beside Q and dO
-sender      1          24             DqPath.SHARED: adds dQ to global memory by bulk reduction
+sender      1          24             Split.KEYS but DqPath.REGISTERS: adds dQ to global memory by bulk reduction
 spare       1 2 3      24             DqPath.REGISTERS: clear dQ's sum for tiles that come later (backward_clear.py)
-consumer i  4(i+1) …   240            Split.KEYS: 64 keys, all five matmuls (backward_consumer.py); Split.ROLES, for widths over 128: the
-                                      same 64 keys, P and dV or dS and dK, half of dQ (backward_roles.py)
+consumer i  4(i+1) …   240            Split.KEYS, two of them: 64 keys, all five matmuls (backward_consumer.py)
+                       200, 192, 96   Split.ROLES, for widths over 128, three: the same 64 keys, P and dV, dS and dK, dQ (backward_roles.py)
 
 pipes       cargo              stages            filled by   emptied by                            arrivals to empty
 k, v        K, V tile          tiles.kv_stages   TMA         consumers, after a tile: persistent    one per consumer warp
 q           Q block and L      tiles.q_stages    TMA, bulk   consumers, after dK += dSᵀ·Q          one per consumer warp
 do          dO block and D     tiles.do_stages   TMA, bulk   consumers, after dV += Pᵀ·dO          one per consumer warp
-dS has two buffers: who writes the next block's has passed the barrier of this one, so nobody reads that of the one before. With Split.KEYS
-Q, dO and dS of a block have the same place in their rings.
+half of K   other block's     1, cluster        TMA         nobody
+Readers of Q and dO are two consumers; with tiles.multicast blocks of a cluster load them together, and those of both give them back.
+Split.KEYS: dS has two buffers: who writes the next block's has passed the barrier of this one, so nobody reads that of the one before; Q, dO
+and dS of a block have the same place in their rings. Split.ROLES: mbarriers of its own (backward_exchange.py).
 
-barriers    0 the block, once · 1 dS of both consumers is written · 2 both have read K for the last time (dK goes out in its place)
+barriers    0 the block, once · 1 dS of both consumers is written · 2 all have read K for the last time (dK goes out in its place)
             3+i consumer i's threads, around its rows of dK, dV · 5+i, 7+i its half of dQ is free, full (dq.py)
-            9 Split.ROLES: P is in shared memory · Order.IN_TURN: 5+i consumer i's turn, 8+2i+j it has written dS into stage j,
-            12+2i+j it has read that
+            Split.ROLES: 1 V is read for the last time, 5+j P is in stage j · Order.IN_TURN: 5+i consumer i's turn, 8+2i+j it has
+            written dS into stage j, 12+2i+j it has read that
 
 timeline    Split.KEYS, a block, both consumers in step:   Sᵀ dPᵀ │ P │ dS → shared memory │ barrier │ dQ │ dV dK, dQ leaves among them
             Order.IN_TURN, for each:   │ dQ₋₁ dV dK, Sᵀ dPᵀ of the next block │ its P, dS → shared memory, under the other's turn │
