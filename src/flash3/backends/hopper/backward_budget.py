@@ -95,7 +95,7 @@ def smem_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> int:
         total = -(-total // step) * step + n
     barriers = 2 * (tiles.q_stages + tiles.do_stages + 2 * tiles.kv_stages)
     if tiles.split is Split.ROLES:
-        barriers += 2 * (tiles.ds_stages + tiles.cluster - 1)
+        barriers += 3 * tiles.ds_stages + 2 * (tiles.cluster - 1)
     if tiles.persistent:
         barriers += 2 * WORK_STAGES
         total += 4 * WORK_WORDS * WORK_STAGES

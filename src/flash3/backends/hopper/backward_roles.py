@@ -21,7 +21,7 @@ from .backward_consumer import StagedRowsRead, register_operand
 from .backward_exchange import WARPS, Exchange
 from .backward_order import Turns
 from .backward_tiles import BackwardSpec, BackwardTiles, DqPath
-from .bulk import add_release, reduce_add, store
+from .bulk import add_release, load_acquire, reduce_add, store
 from .dq import RegisterReduction, counter_of, wait_for_at_least
 from .fragments import convert
 from .matmul import issue, wait_matmuls
@@ -140,13 +140,21 @@ class TakenInOrder:
     tiles: cutlass.Constexpr[BackwardTiles]
 
     @cute.jit
-    def wait(self, record: Int32, q_block: Int32):
+    def look(self, record: Int32):
+        """How many have added, in time for `wait`."""
+        seen = Int32(0)
+        if const_expr(self.tiles.dq_path is DqPath.ORDERED):
+            seen = load_acquire(counter_of(self.statistics, record, self.tiles))
+        return seen
+
+    @cute.jit
+    def wait(self, record: Int32, q_block: Int32, seen: Int32):
         """Each warp waits until all warps before it in the order have added. Whether there are none."""
         rank = Int32(1)
         if const_expr(self.tiles.dq_path is DqPath.ORDERED):
             tiles = self.tiles
             rank = Int32(self.turns.rank(q_block, tiles.q, tiles.walk_keys, self.spec.mask_kind, cutlass.min, cutlass.max))
-            wait_for_at_least(counter_of(self.statistics, record, tiles), rank * (WARPS * tiles.cluster))
+            wait_for_at_least(counter_of(self.statistics, record, tiles), rank * (WARPS * tiles.cluster), seen)
         return rank == 0
 
     @cute.jit
@@ -174,16 +182,18 @@ class DqConsumer:
     @cute.jit
     def block(self, record: Int32, q_block: Int32):
         dQ, stage = self.new_dq(), self.exchange.at.index
+        seen = self.order.look(record)
         self.exchange.wait_full()
         self.issue(dQ, stage, self.K, accumulate=False)
         if const_expr(self.tiles.cluster > 1):
+            self.exchange.wait_come()
             self.issue(dQ, stage + self.tiles.ds_stages, self.K_more, accumulate=True)
-        first = self.order.wait(record, q_block)
         wait_matmuls(0)
         if const_expr(self.tiles.cluster > 1):
             self.exchange.release()
-            self.add(dQ, record, self.exchange.rank, first)
+            self.add(dQ, record, self.exchange.rank, self.order.wait(record, q_block, seen))
         else:
+            first = self.order.wait(record, q_block, seen)
             self.add(dQ, record, Int32(0), first)
             self.issue(dQ, stage, self.K_more, accumulate=False)  # not into a new one: there are no registers for both
             wait_matmuls(0)

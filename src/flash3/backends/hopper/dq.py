@@ -126,8 +126,8 @@ def wait_for(counter: cute.Pointer, value: Int32):
 
 
 @cute.jit
-def wait_for_at_least(counter: cute.Pointer, value: Int32):
-    seen = load_acquire(counter)
+def wait_for_at_least(counter: cute.Pointer, value: Int32, seen: Int32):
+    """seen: at the last look."""
     while seen < value:
         seen = load_acquire(counter)
 
