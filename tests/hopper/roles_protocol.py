@@ -83,8 +83,11 @@ class Block:
 
     def loads(self) -> dict[int, int]:
         """Each stage that is filled in the background, and its barrier."""
-        rings = [(c, f) for ring in (self.q, self.do) for cs, fs in zip(ring.content, ring.full, strict=True) for c, f in zip(cs, fs, strict=True)]
-        return dict(rings) | dict(zip(self.came, self.arrived, strict=True))
+        found = dict(zip(self.came, self.arrived, strict=True))
+        for ring in (self.q, self.do):
+            for contents, barriers in zip(ring.content, ring.full, strict=True):
+                found |= dict(zip(contents, barriers, strict=True))
+        return found
 
 
 class Role(Program):

@@ -21,9 +21,7 @@ KEYS, SENT = Protocol(blocks=3), Protocol(blocks=3, sender=True)
 def protocols() -> set[Protocol]:
     """What differs among the configurations whose consumers share keys, with more blocks than a ring holds."""
     return {
-        Protocol(
-            blocks=t.q_stages + 1, q_stages=t.q_stages, do_stages=t.do_stages, sender=t.has_sender, in_turn=t.order is Order.IN_TURN
-        )
+        Protocol(blocks=t.q_stages + 1, q_stages=t.q_stages, do_stages=t.do_stages, sender=t.has_sender, in_turn=t.order is Order.IN_TURN)
         for _, t in BACKWARD.values()
         if t.split is Split.KEYS
     }

@@ -13,16 +13,17 @@ producer    0          24             TMA loads of K, V, Q, dO; bulk loads of L 
 sender      1          24             Split.KEYS but DqPath.REGISTERS: adds dQ to global memory by bulk reduction
 spare       1 2 3      24             DqPath.REGISTERS: clear dQ's sum for tiles that come later (backward_clear.py)
 consumer i  4(i+1) …   240            Split.KEYS, two of them: 64 keys, all five matmuls (backward_consumer.py)
-                       200, 192, 96   Split.ROLES, for widths over 128, three: the same 64 keys, P and dV, dS and dK, dQ (backward_roles.py)
+                       200, 192, 96   Split.ROLES, for widths over 128, three: the same 64 keys, P and dV, dS and dK, dQ
+                                      (backward_roles.py)
 
 pipes       cargo              stages            filled by   emptied by                            arrivals to empty
 k, v        K, V tile          tiles.kv_stages   TMA         consumers, after a tile: persistent    one per consumer warp
 q           Q block and L      tiles.q_stages    TMA, bulk   consumers, after dK += dSᵀ·Q          one per consumer warp
 do          dO block and D     tiles.do_stages   TMA, bulk   consumers, after dV += Pᵀ·dO          one per consumer warp
-half of K   other block's     1, cluster        TMA         nobody
+half of K   other block's K   1, in a cluster   TMA         nobody
 Readers of Q and dO are two consumers; with tiles.multicast blocks of a cluster load them together, and those of both give them back.
-Split.KEYS: dS has two buffers: who writes the next block's has passed the barrier of this one, so nobody reads that of the one before; Q, dO
-and dS of a block have the same place in their rings. Split.ROLES: mbarriers of its own (backward_exchange.py).
+Split.KEYS: dS has two buffers: who writes the next block's has passed the barrier of this one, so nobody reads that of the one before; Q,
+dO and dS of a block have the same place in their rings. Split.ROLES: mbarriers of its own (backward_exchange.py).
 
 barriers    0 the block, once · 1 dS of both consumers is written · 2 all have read K for the last time (dK goes out in its place)
             3+i consumer i's threads, around its rows of dK, dV · 5+i, 7+i its half of dQ is free, full (dq.py)
@@ -618,7 +619,7 @@ class BackwardKernel:
     def blocks(self, ops: BackwardOperands, tile: KeyTile) -> QueryBlocks:
         bounds = bounds_of(ops.mask, tile.q.length, tile.k.length)
         shift = Int32(0)
-        if self.tiles.dq_path is DqPath.ORDERED:
+        if self.tiles.shifts:
             shift = self.turns(ops, tile).shift(self.spec.mask_kind, cutlass.min)
         b = query_blocks(self.spec, self.tiles, tile.walk, tile.q.length, tile.k.length, bounds, cutlass.min, cutlass.max, shift)
         return QueryBlocks(Int32(b.first), Int32(b.left_edge), Int32(b.interior), Int32(b.right_edge), Int32(b.shift))
@@ -631,11 +632,11 @@ class BackwardKernel:
         if const_expr(tiles.cluster > 1):
             rank, half_tile, info = self.tile(ops).rank(tiles), (tiles.kv, spec.qk_width // 2), ops.half_of_k
             others = OthersKeys(info.atom, info.tma_tensor, buffers.half_of_k, others_in, half_tile, spec.k_layout, rank)
-        share = (rank, tiles.cluster) if tiles.multicast else (0, 1)
+        lane = (thread, rank, tiles.cluster) if tiles.multicast else (thread, 0, 1)
         return Loads(
-            StagedRowsLoad(ops.q.atom, ops.q.tma_tensor, buffers.Q, q_in, q_tile, spec.q_layout, ops.statistics, buffers.L, 0, thread, *share),
+            StagedRowsLoad(ops.q.atom, ops.q.tma_tensor, buffers.Q, q_in, q_tile, spec.q_layout, ops.statistics, buffers.L, 0, *lane),
             StagedRowsLoad(
-                ops.do.atom, ops.do.tma_tensor, buffers.dO, do_in, do_tile, spec.q_layout, ops.statistics, buffers.D, after_l, thread, *share
+                ops.do.atom, ops.do.tma_tensor, buffers.dO, do_in, do_tile, spec.q_layout, ops.statistics, buffers.D, after_l, *lane
             ),
             StagedLoad(ops.k.atom, ops.k.tma_tensor, buffers.K, k_in, k_tile, spec.k_layout),
             StagedLoad(ops.v.atom, ops.v.tma_tensor, buffers.V, v_in, v_tile, spec.k_layout),

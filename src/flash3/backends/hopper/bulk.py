@@ -45,8 +45,8 @@ def bulk_send(target: cute.Pointer, source: cute.Pointer, barrier: cute.Pointer,
 
 @cute.jit
 def arrive_at(barrier: cute.Pointer, block: Int32):
-    """An arrival at the barrier of a block of the cluster, which says what has been read, not what was written: with cluster scope ptxas would
-    wait for all of the thread's reductions in global memory first. barrier: where it lies in this block."""
+    """An arrival at the barrier of a block of the cluster. barrier: where it lies in this block. It says what has been read, not what was
+    written: with cluster scope it would wait for all of the thread's reductions in global memory."""
     cute.arch.inline_ptx(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1}; mbarrier.arrive.shared::cluster.b64 _, [there]; }",
         read_only_args=[barrier.toint(), block],
