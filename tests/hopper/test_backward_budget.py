@@ -49,7 +49,7 @@ def test_the_list_covers_every_choice() -> None:
         ("backward_64_full", {"do_stages": 1}, "stages of Q, dO and dS"),
         ("backward_256_full", {"q_stages": 0}, "need a stage"),
         ("backward_256_full", {"ds_stages": 2}, "shared memory"),
-        ("backward_256_causal_packed", {"cluster": 2}, "cluster must be"),
+        ("backward_256_causal_packed", {"cluster": 4}, "cluster must be"),
         ("backward_128_full", {"cluster": 2}, "cluster must be"),
         ("backward_256_full", {"cluster": 1, "multicast": True}, "multicast"),
         ("backward_256_full", {"order": Order.IN_TURN}, "turns need"),

@@ -580,9 +580,10 @@ class BackwardKernel:
         return (batch * walks + walk) * cluster + index % cluster, column - batch * z.kv_heads
 
     def ranked(self, ops: BackwardOperands, index):
-        """Tiles in backward_rank's order, the heads of each one side by side."""
-        rank = index // ops.sizes.kv_heads
-        return ops.order[rank], index - rank * ops.sizes.kv_heads
+        """Tiles in backward_rank's order, the heads of each one (in a cluster: of those that walk together) side by side."""
+        cluster, kv_heads = self.tiles.cluster, ops.sizes.kv_heads
+        rank = index // cluster // kv_heads
+        return ops.order[rank] * cluster + index % cluster, index // cluster - rank * kv_heads
 
     def tile(self, ops: BackwardOperands) -> KeyTile:
         """This block's work."""
@@ -642,4 +643,5 @@ class BackwardKernel:
             StagedLoad(ops.v.atom, ops.v.tma_tensor, buffers.V, v_in, v_tile, spec.k_layout),
             others,
             spec,
+            tiles,
         )

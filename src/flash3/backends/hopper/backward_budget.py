@@ -55,8 +55,7 @@ def choose(spec: BackwardSpec, q_len: int) -> BackwardTiles:
     docs/performance.md."""
     path = DqPath.ORDERED if spec.deterministic else DqPath.REGISTERS
     if spec.qk_width == WIDEST:
-        tiles = BackwardTiles(q=64, kv=KEYS_PER_CONSUMER, split=Split.ROLES, dq_path=path)
-        return tiles if spec.is_ragged else replace(tiles, cluster=2, ds_stages=1)
+        return BackwardTiles(q=64, kv=KEYS_PER_CONSUMER, split=Split.ROLES, dq_path=path, cluster=2, ds_stages=1)
     tiles = BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path)
     if spec.deterministic or spec.softcap or spec.mask_kind not in (MaskKind.FULL, MaskKind.CAUSAL):
         return tiles
@@ -130,8 +129,8 @@ def problems(spec: BackwardSpec, tiles: BackwardTiles) -> list[str]:
     stages = tiles.q_stages, tiles.do_stages, tiles.ds_stages
     if by_roles and min(stages) < 1:
         found.append(f"rings of Q, dO and dS need a stage, got {stages}")
-    if tiles.cluster not in ((1, 2) if by_roles and not spec.is_ragged else (1,)):
-        found.append(f"cluster must be 1, or 2 with roles and sequences of equal lengths, got {tiles.cluster}")
+    if tiles.cluster not in ((1, 2) if by_roles else (1,)):
+        found.append(f"cluster must be 1, or 2 with roles, got {tiles.cluster}")
     if not by_roles and stages != (BLOCK_STAGES,) * 3:
         found.append(f"consumers that share keys have {BLOCK_STAGES} stages of Q, dO and dS, got {stages}")
     if by_roles and tiles.dq_path is DqPath.SHARED:

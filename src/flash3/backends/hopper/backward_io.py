@@ -13,7 +13,7 @@ from .backward_clear import clears_ahead, wait_cleared
 from .backward_schedule import KeyDispatcher
 from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, Split, tiles_of
 from .bulk import bulk_load
-from .extents import Extent, tile_of
+from .extents import Extent, last_block, tile_of
 from .fragments import convert
 from .pipes import StagedLoad
 from .queryblocks import QueryBlocks, block_at
@@ -91,13 +91,17 @@ class Loads:
     v: StagedLoad
     others: object  # OthersKeys; None without clusters
     spec: cutlass.Constexpr[BackwardSpec]
+    tiles: cutlass.Constexpr[BackwardTiles]
 
     @cute.jit
     def load_keys(self, tile: KeyTile):
-        self.k.load(tile.kv_block, tile.kv_head, tile.k)
-        self.v.load(tile.kv_block, tile.kv_head, tile.k)
-        if const_expr(self.others is not None):
-            self.others.load_half(tile.kv_block ^ 1, tile.kv_head, tile.k)
+        block = tile.kv_block
+        if const_expr(self.others is not None):  # one of a cluster may be empty: it loads other keys, which its mask hides
+            last = last_block(tile.k.length, self.tiles.kv)
+            self.others.load_half(cutlass.min(block ^ 1, last), tile.kv_head, tile.k)
+            block = cutlass.min(block, last)
+        self.k.load(block, tile.kv_head, tile.k)
+        self.v.load(block, tile.kv_head, tile.k)
 
     @cute.jit
     def load_queries(self, tile: KeyTile, head: Int32, block: Int32):
@@ -176,7 +180,10 @@ class GradientStore:
         cute.copy(self.copy, self.copy.retile(out), self.to_smem[None, None, None, stage])
         cute.arch.fence_view_async_shared()
         sync_gradient(self.consumer)
-        if self.first_warp:
+        sends = self.first_warp
+        if const_expr(self.tiles.cluster > 1):
+            sends = sends & (tile.kv_block * self.tiles.kv < tile.k.length)  # one of a cluster may be empty
+        if sends:
             block = tile.kv_block * (self.tiles.kv // KEYS_PER_CONSUMER) + self.part
             rows = tile_of(self.tensor, (KEYS_PER_CONSUMER, self.width), block, 0, tile.kv_head, tile.k, self.spec.k_layout)
             source, target = cpasync.tma_partition(

@@ -115,10 +115,10 @@ class Backward:
         return rows.shape[0] // size + batch if isinstance(sequences, Packed) else -(-rows.shape[1] // size) * batch
 
     def _order(self, request: Request, spec: BackwardSpec) -> Tensor | None:
-        """Room for the ranks of the key tiles."""
+        """Room for the ranks of the key tiles, or of those that walk together."""
         if not is_ranked(spec, self.tiles):
             return None
-        num_tiles = self._blocks(request.k, request.k_sequences, self.tiles.kv)
+        num_tiles = self._blocks(request.k, request.k_sequences, self.tiles.walk_keys)
         return torch.empty(num_tiles, dtype=torch.int32, device=request.k.device)
 
     def _workspace(self, request: Request, width: int) -> tuple[Tensor, Tensor]:
