@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.backward_configurations import BACKWARD
 from flash3.backends.hopper import backward_budget
-from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath, Order, Split
+from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath, Order, Split, tiles_of
 from flash3.mask import MaskKind
 
 
@@ -84,3 +84,16 @@ def test_turns_are_for_long_walks(width: int, mask: MaskKind, heads: int, in_tur
 def test_widths_that_no_kernel_has() -> None:
     spec = BackwardSpec(qk_width=96, v_width=96)
     assert "tile widths" in backward_budget.problems(spec, BackwardTiles(q=64))[0]
+
+
+@pytest.mark.parametrize(("cluster", "length", "tiles"), [(1, 0, 0), (1, 65, 2), (1, 200, 4), (2, 1, 2), (2, 128, 2), (2, 129, 4)])
+def test_tiles_of_a_sequence(cluster: int, length: int, tiles: int) -> None:
+    """In a cluster the last one may be empty."""
+    assert tiles_of(length, BackwardTiles(q=64, kv=64, split=Split.ROLES, cluster=cluster)) == tiles
+
+
+def test_registers_of_a_block() -> None:
+    """setmaxnreg moves registers between warpgroups: it waits for ever where their sum is more than there is at entry."""
+    for _, tiles in BACKWARD.values():
+        held = backward_budget.producer_registers(tiles) + sum(backward_budget.consumer_registers(tiles))
+        assert held <= backward_budget.entry_registers(tiles) * (1 + tiles.consumers) <= backward_budget.REGISTERS_PER_BLOCK // 128
