@@ -48,7 +48,7 @@ from cutlass.memory import SmemAllocator
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
 from .backward_barriers import BackwardBarrierId, arrive_consumers, sync_consumers
-from .backward_clear import FIRST_SPARE_WARP, clear_slice, clears_ahead
+from .backward_clear import FIRST_SPARE_WARP, clear_slice, clears_ahead, wait_cleared
 from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
 from .backward_exchange import Exchange, exchange_barriers, init_exchange
 from .backward_io import GradientStore, KeyTile, Loads, OthersKeys, StagedRowsLoad, TileKeys, produce, produce_next
@@ -539,6 +539,8 @@ class BackwardKernel:
     def dq_role(self, parts, keys: TileKeys):
         ops, tile = parts.ops, parts.tile
         c = parts.dq_consumer(self.turns(ops, tile))
+        if const_expr(clears_ahead(self.spec, self.tiles)):
+            wait_cleared(ops.statistics, tile.record, tiles_of(tile.k.length, self.tiles), self.tiles)
         keys.wait()
         c = walk_dq(c, tile.record, self.blocks(ops, tile), tile.q_blocks)
         arrive_consumers(BackwardBarrierId.KEYS_READ, self.tiles.consumers)

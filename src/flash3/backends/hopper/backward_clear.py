@@ -4,8 +4,8 @@ A column is a key head of a sequence: its key tiles add to the records of its qu
 warps of a tile's block clear a slice of the column that is `ahead` columns further on, whose tiles come two waves of blocks later;
 backward_prepare has cleared the first ones. So the zeros cost no time of their own, and are still in L2 when they are added to.
 
-A column's tiles wait until all of its slices are there, behind the loads of their keys; the counter is that of its first record. They wait
-for blocks that were launched before, whose spare warps wait for nobody.
+A column's tiles wait until all of its slices are there, behind the loads of their keys (with roles only the consumer that adds waits); the
+counter is that of its first record. They wait for blocks that were launched before, whose spare warps wait for nobody.
 """
 
 import cutlass

@@ -117,7 +117,7 @@ def produce(
 ):
     """Loads of one work tile, in the order in which they are read."""
     load.load_keys(tile)
-    if const_expr(clears_ahead(spec, tiles)):
+    if const_expr(clears_ahead(spec, tiles) and tiles.split is Split.KEYS):
         wait_cleared(load.q.statistics, tile.record, tiles_of(tile.k.length, tiles), tiles)
     for head in cutlass.range(spec.heads_per_kv, unroll=1):
         for i in cutlass.range(blocks.count(), unroll=1):
