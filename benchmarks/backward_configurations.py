@@ -50,6 +50,7 @@ def _dense() -> None:
             _add_other_blocks(f"backward_{width}_{mask.value}", spec, tiles)
     for mask in (FULL, CAUSAL):
         spec, tiles = BACKWARD[f"backward_256_{mask.value}"]
+        _add(f"backward_256_{mask.value}_short", spec, backward_budget.choose(spec, SHORT))
         _add(f"backward_256_{mask.value}_alone", spec, replace(tiles, cluster=1, ds_stages=2, multicast=False))
         _add(f"backward_256_{mask.value}_multicast", spec, replace(tiles, multicast=not tiles.multicast))
 

@@ -16,9 +16,11 @@ REGISTERS_PER_BLOCK = 1 << 16
 WORK_WORDS = 4
 """int32 words of the box that carries a tile's number to the consumers, of which one is used."""
 IN_TURN_FROM = 16
-"""Blocks of queries in the mean walk of a tile, over all heads: the first and the last turns, in which one consumer waits, must pay."""
+"""mean_walk: the first and the last turns, in which one consumer waits, must pay."""
 PERSISTENT_FROM = 64
 """The same, for persistent blocks of width 128."""
+ORDERED_BELOW = 16
+"""The same, for dQ in order where nobody asks for it: the first tile stores, so that nothing is cleared before."""
 BLOCK_STAGES = 2
 """Split.KEYS: of Q, dO and dS, which go together: one place in the ring for all three, and 2, so that its number is dS's parity too."""
 BESIDE_ACCUMULATORS = 12
@@ -55,11 +57,13 @@ def choose(spec: BackwardSpec, q_len: int) -> BackwardTiles:
     docs/performance.md."""
     path = DqPath.ORDERED if spec.deterministic else DqPath.REGISTERS
     if spec.qk_width == WIDEST:
-        return BackwardTiles(q=64, kv=KEYS_PER_CONSUMER, split=Split.ROLES, dq_path=path, cluster=2, ds_stages=1)
+        tiles = BackwardTiles(q=64, kv=KEYS_PER_CONSUMER, split=Split.ROLES, dq_path=path, cluster=2, ds_stages=1)
+        short = is_plain(spec) and not spec.is_ragged and mean_walk(spec, tiles, q_len) < ORDERED_BELOW
+        return replace(tiles, dq_path=DqPath.ORDERED) if short else tiles
     tiles = BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path)
-    if spec.deterministic or spec.softcap or spec.mask_kind not in (MaskKind.FULL, MaskKind.CAUSAL):
+    if spec.deterministic or spec.softcap or not is_plain(spec):
         return tiles
-    walk = q_len * spec.heads_per_kv // tiles.q // (2 if spec.mask_kind is MaskKind.CAUSAL else 1)
+    walk = mean_walk(spec, tiles, q_len)
     in_turn = walk >= IN_TURN_FROM
     if spec.is_ragged:
         persistent = False
@@ -68,6 +72,16 @@ def choose(spec: BackwardSpec, q_len: int) -> BackwardTiles:
     else:  # its float32 sum of dQ is cleared before, not beside (backward_clear): only long calls pay for that
         persistent = walk >= PERSISTENT_FROM
     return replace(tiles, order=Order.IN_TURN if in_turn else Order.TOGETHER, kv_stages=2 if persistent else 1)
+
+
+def is_plain(spec: BackwardSpec) -> bool:
+    """Whether the mask says how long walks are."""
+    return spec.mask_kind in (MaskKind.FULL, MaskKind.CAUSAL)
+
+
+def mean_walk(spec: BackwardSpec, tiles: BackwardTiles, q_len: int) -> int:
+    """Blocks of queries in the mean walk of a tile, over all heads."""
+    return q_len * spec.heads_per_kv // tiles.q // (2 if spec.mask_kind is MaskKind.CAUSAL else 1)
 
 
 def tile_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> dict[str, int]:
