@@ -51,8 +51,9 @@ def _dense() -> None:
     for mask in (FULL, CAUSAL):
         spec, tiles = BACKWARD[f"backward_256_{mask.value}"]
         _add(f"backward_256_{mask.value}_short", spec, backward_budget.choose(spec, SHORT))
-        _add(f"backward_256_{mask.value}_alone", spec, replace(tiles, cluster=1, ds_stages=2, multicast=False))
-        _add(f"backward_256_{mask.value}_multicast", spec, replace(tiles, multicast=not tiles.multicast))
+
+    spec, tiles = BACKWARD["backward_256_causal"]
+    _add("backward_256_causal_alone", spec, replace(tiles, cluster=1, ds_stages=2))
 
 
 def _features() -> None:

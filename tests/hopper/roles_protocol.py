@@ -1,8 +1,7 @@
 """The protocol of a backward with roles as a small model, for a block or a cluster of two (machine.py searches it).
 
 roles       of each block the producer warp, and one actor for each consumer (its four warps go in step): scores, gradients, dQ
-pipes       q, do with the arrivals and the parities of the kernel. With multicast a stage has a part for each block of the cluster, which
-            fills it in all of them; it is shown as full part by part, and who reads a stage waits for every part
+pipes       q, do with the arrivals and the parities of the kernel
 exchange    P, then dS in its place: written at once. The copy to the other block reads it until its bytes have come. `full` is shown as two
             barriers, one for each of what it counts
 end         a block is gone when all actors that meet there have come; nobody may arrive at a barrier of a block that is gone
@@ -16,7 +15,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from .machine import NOTHING, Machine, Op, Program, Variables, require, search
+from .machine import NOTHING, Machine, Op, Pipe, Program, Variables, require, search
 
 READERS = 2
 """Consumers that read Q and dO."""
@@ -32,7 +31,6 @@ class Fault(enum.Enum):
 
     Q_RELEASED_EARLY = "Q given back before dK is waited for"
     DO_RELEASED_EARLY = "dO given back before dV is waited for"
-    RELEASED_AT_HOME = "stages that blocks load together are given back to the reader's block only"
     P_NOT_AWAITED = "P read without a wait"
     DS_NOT_AWAITED = "dQ issued without waiting for dS"
     OTHERS_NOT_AWAITED = "dQ issued without waiting for the other block's dS"
@@ -52,27 +50,15 @@ class Protocol:
     do_stages: int = 2
     ds_stages: int = 2
     cluster: int = 1
-    multicast: bool = False
     fault: Fault | None = None
-
-
-class Ring:
-    """Q or dO of one block."""
-
-    def __init__(self, v: Variables, name: str, stages: int, parts: int):
-        self.stages, self.parts = stages, parts
-        self.content = [[v.add(f"{name}{i} part {j}", NOTHING) for j in range(parts)] for i in range(stages)]
-        self.full = [[v.add(f"{name}{i} part {j} full") for j in range(parts)] for i in range(stages)]
-        self.empty = [v.add(f"{name}{i} empty") for i in range(stages)]
 
 
 class Block:
     """What one block's roles share."""
 
     def __init__(self, v: Variables, p: Protocol, rank: int):
-        parts, at = p.cluster if p.multicast else 1, f" of {rank}"
-        self.rank = rank
-        self.q, self.do = Ring(v, f"Q{at} ", p.q_stages, parts), Ring(v, f"dO{at} ", p.do_stages, parts)
+        at = f" of {rank}"
+        self.q, self.do = Pipe(v, f"Q{at} ", p.q_stages, READERS), Pipe(v, f"dO{at} ", p.do_stages, READERS)
         self.k, self.v = v.add(f"K{at}", 0), v.add(f"V{at}", 0)
         self.ds, self.came = ([v.add(f"{name}{i}{at}", NOTHING) for i in range(p.ds_stages)] for name in ("dS", "other dS"))
         self.written, self.arrived, self.free, self.ready = (
@@ -83,11 +69,9 @@ class Block:
 
     def loads(self) -> dict[int, int]:
         """Each stage that is filled in the background, and its barrier."""
-        found = dict(zip(self.came, self.arrived, strict=True))
-        for ring in (self.q, self.do):
-            for contents, barriers in zip(ring.content, ring.full, strict=True):
-                found |= dict(zip(contents, barriers, strict=True))
-        return found
+        return {c: f for pipe in (self.q, self.do) for c, f in zip(pipe.content, pipe.full, strict=True)} | dict(
+            zip(self.came, self.arrived, strict=True)
+        )
 
 
 class Role(Program):
@@ -97,7 +81,6 @@ class Role(Program):
         super().__init__()
         self.p, self.blocks, self.own = p, blocks, blocks[rank]
         self.others = [b for b in blocks if b is not self.own]
-        self.sharers = blocks if p.multicast else [self.own]
         for self.n in range(p.blocks):
             self.block()
         self.finish()
@@ -119,17 +102,9 @@ class Role(Program):
     def wait_room(self, stages: list[int]) -> None:
         self.step(Op.WAIT, self.of(stages), 1 - self.n // len(stages) % 2)
 
-    def take(self, ring: Ring) -> tuple[int, ...]:
-        stage = self.n % ring.stages
-        for part in range(ring.parts):
-            self.step(Op.WAIT, ring.full[stage][part], self.n // ring.stages % 2)
-            self.step(Op.READ, ring.content[stage][part], self.n)
-        return tuple(ring.content[stage])
-
-    def release(self, name: str) -> None:
-        for b in self.sharers:
-            if b is self.own or self.p.fault is not Fault.RELEASED_AT_HOME:
-                self.arrive_at(b, self.of(getattr(b, name).empty), READERS * len(self.sharers))
+    def take(self, pipe: Pipe) -> int:
+        self.wait(pipe, self.n)
+        return self.read(pipe, self.n)
 
     def arrive_at(self, block: Block, barrier: int, count: int) -> None:
         if block is not self.own:
@@ -144,12 +119,9 @@ class Producer(Role):
     """backward_io.produce."""
 
     def block(self) -> None:
-        for name in ("q", "do"):
-            self.wait_room(getattr(self.own, name).empty)
-            for b in self.sharers:
-                ring = getattr(b, name)
-                part = self.own.rank if self.p.multicast else 0
-                self.step(Op.LOAD, ring.content[self.n % ring.stages][part], self.n)
+        for pipe in (self.own.q, self.own.do):
+            self.acquire(pipe, self.n)
+            self.step(Op.LOAD, self.of(pipe.content), self.n)
 
 
 class ScoreConsumer(Role):
@@ -157,19 +129,19 @@ class ScoreConsumer(Role):
 
     def block(self) -> None:
         own, fault = self.own, self.p.fault
-        self.matmuls(*self.take(own.q), own.k)
+        self.matmuls(self.take(own.q), own.k)
         self.wait_groups(0)
         if fault is not Fault.FREE_NOT_AWAITED:
             self.wait_room(own.free)
         self.step(Op.PUT, self.of(own.ds), PROBABILITIES + self.n)
         self.step(Op.ARRIVE, self.of(own.ready), 2)
-        self.release("q")
-        self.matmuls(*self.take(own.do))
+        self.release(own.q, self.n)
+        self.matmuls(self.take(own.do))
         if fault is Fault.DO_RELEASED_EARLY:
-            self.release("do")
+            self.release(own.do, self.n)
         self.wait_groups(0)
         if fault is not Fault.DO_RELEASED_EARLY:
-            self.release("do")
+            self.release(own.do, self.n)
 
     def finish(self) -> None:
         self.step(Op.ARRIVE, self.own.keys_read, CONSUMERS)
@@ -184,7 +156,7 @@ class GradientConsumer(Role):
 
     def block(self) -> None:
         own, fault = self.own, self.p.fault
-        self.matmuls(*self.take(own.do), own.v)
+        self.matmuls(self.take(own.do), own.v)
         self.wait_groups(0)
         if fault is not Fault.P_NOT_AWAITED:
             self.step(Op.ARRIVE, self.of(own.ready), 2)
@@ -195,13 +167,13 @@ class GradientConsumer(Role):
         for b in self.others:
             self.step(Op.READ, b.gone, 0)
             self.step(Op.LOAD, self.of(b.came), self.n)
-        self.release("do")
-        self.matmuls(*self.take(own.q))
+        self.release(own.do, self.n)
+        self.matmuls(self.take(own.q))
         if fault is Fault.Q_RELEASED_EARLY:
-            self.release("q")
+            self.release(own.q, self.n)
         self.wait_groups(0)
         if fault is not Fault.Q_RELEASED_EARLY:
-            self.release("q")
+            self.release(own.q, self.n)
 
     def finish(self) -> None:
         self.step(Op.ARRIVE, self.own.values_read, 2)

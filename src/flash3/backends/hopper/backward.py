@@ -21,7 +21,7 @@ k, v        K, V tile          tiles.kv_stages   TMA         consumers, after a 
 q           Q block and L      tiles.q_stages    TMA, bulk   consumers, after dK += dSᵀ·Q          one per consumer warp
 do          dO block and D     tiles.do_stages   TMA, bulk   consumers, after dV += Pᵀ·dO          one per consumer warp
 half of K   other block's K   1, in a cluster   TMA         nobody
-Readers of Q and dO are two consumers; with tiles.multicast blocks of a cluster load them together, and those of both give them back.
+Readers of Q and dO are two consumers.
 Split.KEYS: dS has two buffers: who writes the next block's has passed the barrier of this one, so nobody reads that of the one before; Q,
 dO and dS of a block have the same place in their rings. Split.ROLES: mbarriers of its own (backward_exchange.py).
 
@@ -329,13 +329,11 @@ class BackwardKernel:
         buffers = self.buffers(smem)
         size = spec.dtype.bytes
 
-        together = tiles.cluster if tiles.multicast else 1
+        def pipe(stages, stage_bytes):
+            return tma_pipe(smem, CONSUMERS, stages, stage_bytes)
 
-        def pipe(stages, stage_bytes, blocks=1):
-            return tma_pipe(smem, CONSUMERS, stages, stage_bytes, blocks)
-
-        q_pipe = pipe(tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL), together)
-        do_pipe = pipe(tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q, together)
+        q_pipe = pipe(tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
+        do_pipe = pipe(tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
         k_in, k_out = pipe(tiles.kv_stages, size * tiles.kv * spec.qk_width).make_participants()
         v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
         others_in = others_out = exchange = None
@@ -622,7 +620,7 @@ class BackwardKernel:
     def blocks(self, ops: BackwardOperands, tile: KeyTile) -> QueryBlocks:
         bounds = bounds_of(ops.mask, tile.q.length, tile.k.length)
         shift = Int32(0)
-        if self.tiles.shifts:
+        if self.tiles.dq_path is DqPath.ORDERED:
             shift = self.turns(ops, tile).shift(self.spec.mask_kind, cutlass.min)
         b = query_blocks(self.spec, self.tiles, tile.walk, tile.q.length, tile.k.length, bounds, cutlass.min, cutlass.max, shift)
         return QueryBlocks(Int32(b.first), Int32(b.left_edge), Int32(b.interior), Int32(b.right_edge), Int32(b.shift))
@@ -631,15 +629,14 @@ class BackwardKernel:
         spec, tiles = self.spec, self.tiles
         q_tile, do_tile = (tiles.q, spec.qk_width), (tiles.q, spec.v_width)
         k_tile, v_tile = (tiles.kv, spec.qk_width), (tiles.kv, spec.v_width)
-        after_l, others, rank = tiles.q + STATISTICS_TAIL, None, 0
+        after_l, others = tiles.q + STATISTICS_TAIL, None
         if const_expr(tiles.cluster > 1):
-            rank, half_tile, info = self.tile(ops).rank(tiles), (tiles.kv, spec.qk_width // 2), ops.half_of_k
-            others = OthersKeys(info.atom, info.tma_tensor, buffers.half_of_k, others_in, half_tile, spec.k_layout, rank)
-        lane = (thread, rank, tiles.cluster) if tiles.multicast else (thread, 0, 1)
+            half, half_tile, info = self.tile(ops).rank(tiles), (tiles.kv, spec.qk_width // 2), ops.half_of_k
+            others = OthersKeys(info.atom, info.tma_tensor, buffers.half_of_k, others_in, half_tile, spec.k_layout, half)
         return Loads(
-            StagedRowsLoad(ops.q.atom, ops.q.tma_tensor, buffers.Q, q_in, q_tile, spec.q_layout, ops.statistics, buffers.L, 0, *lane),
+            StagedRowsLoad(ops.q.atom, ops.q.tma_tensor, buffers.Q, q_in, q_tile, spec.q_layout, ops.statistics, buffers.L, 0, thread),
             StagedRowsLoad(
-                ops.do.atom, ops.do.tma_tensor, buffers.dO, do_in, do_tile, spec.q_layout, ops.statistics, buffers.D, after_l, *lane
+                ops.do.atom, ops.do.tma_tensor, buffers.dO, do_in, do_tile, spec.q_layout, ops.statistics, buffers.D, after_l, thread
             ),
             StagedLoad(ops.k.atom, ops.k.tma_tensor, buffers.K, k_in, k_tile, spec.k_layout),
             StagedLoad(ops.v.atom, ops.v.tma_tensor, buffers.V, v_in, v_tile, spec.k_layout),

@@ -149,8 +149,6 @@ def problems(spec: BackwardSpec, tiles: BackwardTiles) -> list[str]:
         found.append(f"consumers that share keys have {BLOCK_STAGES} stages of Q, dO and dS, got {stages}")
     if by_roles and tiles.dq_path is DqPath.SHARED:
         found.append("consumers with roles have no sender: dQ leaves from registers, or in order")
-    if tiles.multicast and tiles.cluster == 1:
-        found.append("multicast needs a cluster of 2")
     if tiles.persistent and (spec.is_ragged or by_roles or tiles.has_sender):
         found.append("persistent blocks need sequences of equal lengths, consumers that share keys, and dQ from registers")
     if tiles.order is Order.IN_TURN and (by_roles or tiles.has_sender or spec.softcap):

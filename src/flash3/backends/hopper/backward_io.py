@@ -28,21 +28,15 @@ class StagedRowsLoad(StagedLoad):
     box: cute.Tensor  # (words, stage) in shared memory
     word: cutlass.Constexpr[int]  # where this statistic begins in a record
     lane: Int32
-    rank: object  # of the block among those that load together
-    blocks: cutlass.Constexpr[int]  # how many
 
     @cute.jit
     def load_with_rows(self, block: Int32, head: Int32, extent: Extent, record: Int32):
         slot = self.producer.acquire_and_advance()
         rows = tile_of(self.tensor, self.tile, block, 0, head, extent, self.layout)
         target, source = cpasync.tma_partition(
-            self.atom, self.rank, cute.make_layout(self.blocks), cute.group_modes(self.buffer, 0, 2), cute.group_modes(rows, 0, 2)
+            self.atom, 0, cute.make_layout(1), cute.group_modes(self.buffer, 0, 2), cute.group_modes(rows, 0, 2)
         )
-        if const_expr(self.blocks > 1):
-            everybody = cutlass.Int16((1 << self.blocks) - 1)
-            cute.copy(self.atom, source, target[None, slot.index], tma_bar_ptr=slot.barrier, mcast_mask=everybody)
-        else:
-            cute.copy(self.atom, source, target[None, slot.index], tma_bar_ptr=slot.barrier)
+        cute.copy(self.atom, source, target[None, slot.index], tma_bar_ptr=slot.barrier)
         if self.lane == 0:
             words = cute.size(self.box, mode=[0])
             start = self.statistics.iterator + (Int64(record) * self.statistics.shape[1] + self.word)

@@ -70,8 +70,7 @@ class BackwardTiles:
     q: rows of a block of queries; kv: keys of a work tile; q_stages, do_stages, ds_stages: depths of the rings of Q, dO and dS; kv_stages:
     with 2, blocks are persistent and the next tile's K and V come while this one is worked on, with 1 each tile has a block of its own.
     cluster: Split.ROLES: so many neighbouring tiles walk together; their blocks exchange dS, and each makes its share of dQ's columns for
-    the keys of all: so many times fewer additions in global memory. multicast: each loads a part of Q and dO for all.
-    staggered: without a mask tiles start at different blocks of queries, so that they do not add to the same block of dQ all at once.
+    the keys of all: so many times fewer additions in global memory.
     """
 
     q: int
@@ -84,8 +83,6 @@ class BackwardTiles:
     split: Split = Split.KEYS
     order: Order = Order.TOGETHER
     cluster: int = 1
-    multicast: bool = False
-    staggered: bool = False
 
     @property
     def consumers(self) -> int:
@@ -107,11 +104,6 @@ class BackwardTiles:
     @property
     def has_sender(self) -> bool:
         return self.dq_path is not DqPath.REGISTERS and self.split is Split.KEYS
-
-    @property
-    def shifts(self) -> bool:
-        """Whether a walk may start later than at its first block, and go round."""
-        return self.staggered or self.dq_path is DqPath.ORDERED
 
     @property
     def dq_transposed(self) -> bool:

@@ -71,14 +71,13 @@ class Gradient:
 
     def loads(self, mQ, mK, mV, mdO):
         spec, tiles = self.spec, self.tiles
-        together = tiles.cluster if tiles.multicast else 1
         q, do = (rows_view(m, spec.q_layout) for m in (mQ, mdO))
         k, v = (rows_view(m, spec.k_layout) for m in (mK, mV))
         return (
-            storage.tma_load(q, backward_storage.q_layout(spec, tiles, 1), (tiles.q, spec.qk_width), together),
+            storage.tma_load(q, backward_storage.q_layout(spec, tiles, 1), (tiles.q, spec.qk_width)),
             storage.tma_load(k, backward_storage.k_layout(spec, tiles, 1), (tiles.kv, spec.qk_width)),
             storage.tma_load(v, backward_storage.v_layout(spec, tiles, 1), (tiles.kv, spec.v_width)),
-            storage.tma_load(do, backward_storage.do_layout(spec, tiles, 1), (tiles.q, spec.v_width), together),
+            storage.tma_load(do, backward_storage.do_layout(spec, tiles, 1), (tiles.q, spec.v_width)),
             self.half_of_k(k),
         )
 

@@ -17,17 +17,15 @@ def _threads(n: int):
     return pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
 
 
-def tma_pipe(smem, consumers: int, stages: int, stage_bytes: int, blocks: int = 1):
-    """A stage is full when its bytes have arrived, empty when every warp of so many consumers has said so: of this block, or of all blocks
-    of a cluster that load a stage together."""
+def tma_pipe(smem, consumers: int, stages: int, stage_bytes: int):
+    """A stage is full when its bytes have arrived, empty when every warp of so many consumers has said so."""
     barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
     return pipeline.PipelineTmaAsync.create(
         barrier_storage=barriers,
         num_stages=stages,
         producer_group=_threads(1),
-        consumer_group=_threads(4 * consumers * blocks),
+        consumer_group=_threads(4 * consumers),
         tx_count=stage_bytes,
-        cta_layout_vmnk=cute.make_layout((1, blocks, 1, 1)),
         defer_sync=True,
     )
 

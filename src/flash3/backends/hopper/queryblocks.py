@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import mask
 from ...mask import MaskKind
-from .backward_tiles import BackwardSpec, BackwardTiles
+from .backward_tiles import BackwardSpec, BackwardTiles, DqPath
 
 
 @dataclass
@@ -57,6 +57,6 @@ def query_blocks(
 
 def block_at(blocks: QueryBlocks, step: Any, spec: BackwardSpec, tiles: BackwardTiles, minimum: Any, maximum: Any):
     """blocks.at, where nothing is shifted at no cost."""
-    if tiles.shifts and spec.mask_kind is MaskKind.FULL:
+    if tiles.dq_path is DqPath.ORDERED and spec.mask_kind is MaskKind.FULL:
         return blocks.at(step, minimum, maximum)
     return blocks.first + step

@@ -76,10 +76,8 @@ def output_tile(tiles: Tiles):
     return query_rows(tiles, ROWS_PER_CONSUMER), tiles.o_columns
 
 
-def tma_load(mX, layout, tile, blocks: int = 1):
-    """With `blocks` of a cluster each one loads its part of a tile for all of them."""
-    op = cpasync.CopyBulkTensorTileG2SOp() if blocks == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-    return cpasync.make_tiled_tma_atom(op, mX, cute.select(layout, mode=[0, 1]), tile, num_multicast=blocks)
+def tma_load(mX, layout, tile):
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, cute.select(layout, mode=[0, 1]), tile)
 
 
 def tma_store(mX, layout, tile):
