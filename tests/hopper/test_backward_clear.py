@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 pytest.importorskip("cutlass")
@@ -33,3 +35,60 @@ def test_cleared_once_and_before(num_tiles: int, columns: int, blocks: int, mult
     assert set(counters.values()) == {slices_of(num_tiles)}
     for column, launched in last_clearer.items():
         assert launched == -1 or launched + WAVES * multiprocessors < column * num_tiles
+
+
+class Persistent:
+    """Persistent blocks on fewer multiprocessors than they were meant for, in any order of their steps: a producer that takes tickets,
+    begins a tile, waits for its column's zeros and goes on; and spare warps that clear beside it, when they come to it."""
+
+    def __init__(self, num_tiles: int, columns: int, resident: int, launched: int, own_first: bool):
+        self.num_tiles, self.total, self.launched = num_tiles, num_tiles * columns, launched
+        self.ahead = columns_ahead(num_tiles, 1)
+        self.counters = [slices_of(num_tiles) if column < self.ahead else 0 for column in range(columns)]
+        self.next_ticket = launched if own_first else 0
+        self.own_first, self.waiting_blocks = own_first, list(range(launched))
+        self.at: list[int | None] = [self.launch() for _ in range(min(resident, launched))]
+        self.to_clear: list[int] = [index for index in self.at if index is not None and index < self.total]
+
+    def launch(self) -> int | None:
+        if not self.waiting_blocks:
+            return None
+        block = self.waiting_blocks.pop(0)
+        return block if self.own_first else self.ticket()
+
+    def ticket(self) -> int:
+        self.next_ticket += 1
+        return self.next_ticket - 1
+
+    def steps(self) -> list[tuple[str, int]]:
+        able = [("clear", i) for i in range(len(self.to_clear))]
+        for i, index in enumerate(self.at):
+            if index is not None and (index >= self.total or self.counters[index // self.num_tiles] == slices_of(self.num_tiles)):
+                able.append(("go on", i))
+        return able
+
+    def step(self, kind: str, i: int) -> None:
+        if kind == "clear":
+            column = self.to_clear.pop(i) // self.num_tiles + self.ahead
+            if column < len(self.counters):
+                self.counters[column] += SPARE_WARPS
+            return
+        index = self.at[i]
+        assert index is not None
+        self.at[i] = new = self.launch() if index >= self.total else self.ticket()
+        if new is not None and new < self.total:
+            self.to_clear.append(new)
+
+    def run(self, seed: int) -> bool:
+        """Whether all end."""
+        order = random.Random(seed)
+        while able := self.steps():
+            self.step(*order.choice(able))
+        return all(index is None for index in self.at) and not self.to_clear
+
+
+@pytest.mark.parametrize("resident", [1, 2, 5])
+def test_persistent_blocks_end_though_some_have_no_room(resident: int) -> None:
+    for seed in range(30):
+        assert Persistent(num_tiles=3, columns=9, resident=resident, launched=5, own_first=False).run(seed)
+    assert not Persistent(num_tiles=1, columns=30, resident=1, launched=8, own_first=True).run(0)

@@ -45,7 +45,7 @@ from cutlass.memory import SmemAllocator
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
 from .backward_barriers import BackwardBarrierId, sync_consumers
-from .backward_clear import FIRST_SPARE_WARP, clear_slice, clears_ahead
+from .backward_clear import FIRST_SPARE_WARP, SPARE_WARPS, clear_slice, clears_ahead
 from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
 from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, produce, produce_next
 from .backward_operands import BackwardOperands
@@ -294,7 +294,7 @@ class BackwardKernel:
         v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
-            box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS)
+            box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS, 32 * SPARE_WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # for backward_prepare
@@ -312,7 +312,11 @@ class BackwardKernel:
                     self.send_tile(ops, buffers, thread % 32)
             if const_expr(clears_ahead(spec, tiles)):
                 if warp_number >= FIRST_SPARE_WARP:
-                    self.clear_column_ahead(ops, thread - 32 * FIRST_SPARE_WARP)
+                    spare_thread = thread - 32 * FIRST_SPARE_WARP
+                    if const_expr(tiles.persistent):
+                        self.clear_columns_ahead(ops, KeyFollower(Int32(0), box, work_out.clone()), spare_thread)
+                    else:
+                        self.clear_column_ahead(ops, self.tile(ops), spare_thread)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
@@ -335,12 +339,11 @@ class BackwardKernel:
 
     @cute.jit
     def produce_tiles(self, ops, load: Loads, box, work_in, lane):
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
         counter = (ops.statistics.iterator + (self.tiles.q + COUNTER_WORD)).align(4)
         counter = cute.recast_ptr(counter, dtype=Int32)
-        work = KeyDispatcher(Int32(0), Int32(0), box, work_in, counter, grid, lane)
-        work.send(block)
+        work = KeyDispatcher(Int32(0), Int32(0), box, work_in, counter, lane)
+        work.prefetch()
+        work.advance()
         num_tiles = self.num_tiles(ops)
         while work.index < num_tiles:
             tile = self.tile_at(ops, work.index)
@@ -358,9 +361,18 @@ class BackwardKernel:
             send_all(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
 
     @cute.jit
-    def clear_column_ahead(self, ops, thread):
+    def clear_columns_ahead(self, ops, work: KeyFollower, thread):
+        """Beside tile after tile."""
+        num_tiles = self.num_tiles(ops)
+        work.advance()
+        while work.index < num_tiles:
+            self.clear_column_ahead(ops, self.tile_at(ops, work.index), thread)
+            work.advance()
+
+    @cute.jit
+    def clear_column_ahead(self, ops, tile: KeyTile, thread):
         """thread: among the spare warps."""
-        spec, tiles, z, tile = self.spec, self.tiles, ops.sizes, self.tile(ops)
+        spec, tiles, z = self.spec, self.tiles, ops.sizes
         column = tile.kv_head * z.batch + tile.batch + z.columns_ahead
         kv_head = column // z.batch
         if kv_head < z.kv_heads:

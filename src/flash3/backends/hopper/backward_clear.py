@@ -5,7 +5,8 @@ warps of a tile's block clear a slice of the column that is `ahead` columns furt
 backward_prepare has cleared the first ones. So the zeros cost no time of their own, and are still in L2 when they are added to.
 
 A column's tiles wait until all of its slices are there, behind the loads of their keys; the counter is that of its first record. They wait
-for blocks that were launched before, whose spare warps wait for nobody.
+for tiles that were begun before, whose spare warps wait for nobody; a persistent block begins a tile once it has issued all loads of the one
+before, which in turn waits only for tiles still earlier.
 """
 
 import cutlass
@@ -23,8 +24,8 @@ WAVES = 2
 
 
 def clears_ahead(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
-    """Whether blocks have spare warps, a tile each, and columns of one size."""
-    return tiles.dq_path is DqPath.REGISTERS and not tiles.persistent and not spec.is_ragged
+    """Whether blocks have spare warps and columns are of one size."""
+    return tiles.dq_path is DqPath.REGISTERS and not spec.is_ragged
 
 
 def columns_ahead(num_tiles, multiprocessors, maximum=max):

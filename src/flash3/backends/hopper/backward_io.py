@@ -78,13 +78,19 @@ class Loads:
 
 
 @cute.jit
+def load_keys_of_cleared(load: Loads, tile: KeyTile, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles]):
+    """K and V, and behind them a look whether dQ's sum may be added to."""
+    load.load_keys(tile)
+    if const_expr(clears_ahead(spec, tiles)):
+        wait_cleared(load.q.statistics, tile.record, (tile.k.length + tiles.kv - 1) // tiles.kv, tiles)
+
+
+@cute.jit
 def produce(
     load: Loads, tile: KeyTile, blocks: QueryBlocks, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles]
 ):
     """Loads of one work tile, in the order in which they are read."""
-    load.load_keys(tile)
-    if const_expr(clears_ahead(spec, tiles)):
-        wait_cleared(load.q.statistics, tile.record, (tile.k.length + tiles.kv - 1) // tiles.kv, tiles)
+    load_keys_of_cleared(load, tile, spec, tiles)
     for head in cutlass.range(spec.heads_per_kv, unroll=1):
         for i in cutlass.range(blocks.count(), unroll=1):
             load.load_queries(tile, head, block_at(blocks, i, spec, tiles, cutlass.min, cutlass.max))
@@ -102,7 +108,7 @@ def produce_next(
 ):
     """Loads of one of many tiles. The ticket for the next one is taken before the last of them, so that it is there in time, and no
     earlier: a block with a long tile must not sit on a reserved one."""
-    load.load_keys(tile)
+    load_keys_of_cleared(load, tile, spec, tiles)
     for head in cutlass.range(spec.heads_per_kv, unroll=1):
         for i in cutlass.range(blocks.count(), unroll=1):
             if head == spec.heads_per_kv - 1 and i == blocks.count() - 1:
