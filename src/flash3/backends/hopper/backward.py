@@ -45,7 +45,7 @@ from cutlass.memory import SmemAllocator
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
 from .backward_barriers import BackwardBarrierId, sync_consumers
-from .backward_clear import FIRST_SPARE_WARP, SPARE_WARPS, clear_slice, clears_ahead
+from .backward_clear import clear_slice, clears_ahead, first_spare_warp, spare_warps
 from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
 from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, produce, produce_next
 from .backward_operands import BackwardOperands
@@ -53,7 +53,7 @@ from .backward_order import Turns
 from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_schedule import KeyDispatcher, KeyFollower
 from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split
-from .dq import HandOver, RegisterReduction, Sender, send_all
+from .dq import HandOver, RegisterReduction, Sender, TurnHandOver, TurnSender, send_all, send_all_in_turn
 from .extents import extent_of
 from .fragments import LANES_PER_ROW
 from .masking import bounds_of
@@ -75,6 +75,8 @@ class Buffers:
     P: object  # Split.ROLES: P as it lies in registers, words
     L: cute.Tensor  # (words, stage)
     D: cute.Tensor
+    dq_full: object = None  # Order.IN_TURN with DqPath.SHARED: mbarriers of the consumers' halves
+    dq_free: object = None
 
 
 class Parts:
@@ -136,7 +138,10 @@ class Parts:
             return RegisterReduction(self.ops.dq_sum, self.me, thread, words)
         fours = words // 2 // (4 * roles.WARPGROUP_THREADS)
         place = (self.buffers.dQ[None, self.me].iterator + 4 * thread).align(16)
-        return HandOver(cute.make_tensor(place, cute.make_layout((4, fours), stride=(1, 4 * roles.WARPGROUP_THREADS))), self.me)
+        slot = cute.make_tensor(place, cute.make_layout((4, fours), stride=(1, 4 * roles.WARPGROUP_THREADS)))
+        if self.tiles.order is Order.IN_TURN:
+            return TurnHandOver(slot, self.buffers.dq_full + self.me, self.buffers.dq_free + self.me, Int32(0))
+        return HandOver(slot, self.me)
 
     def ds_store(self):
         """The copy of dS to shared memory, and this thread's part of the target."""
@@ -294,7 +299,12 @@ class BackwardKernel:
         v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
-            box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS, 32 * SPARE_WARPS)
+            box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS, 32 * spare_warps(tiles))
+        if const_expr(buffers.dq_full is not None):
+            if thread == 0:
+                for w in cutlass.range_constexpr(tiles.consumers):
+                    cute.arch.mbarrier_init(buffers.dq_full + w, roles.WARPGROUP_THREADS // 32)
+                    cute.arch.mbarrier_init(buffers.dq_free + w, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # for backward_prepare
@@ -311,8 +321,8 @@ class BackwardKernel:
                 if warp_number == 1:
                     self.send_tile(ops, buffers, thread % 32)
             if const_expr(clears_ahead(spec, tiles)):
-                if warp_number >= FIRST_SPARE_WARP:
-                    spare_thread = thread - 32 * FIRST_SPARE_WARP
+                if warp_number >= first_spare_warp(tiles):
+                    spare_thread = thread - 32 * first_spare_warp(tiles)
                     if const_expr(tiles.persistent):
                         self.clear_columns_ahead(ops, KeyFollower(Int32(0), box, work_out.clone()), spare_thread)
                     else:
@@ -356,7 +366,12 @@ class BackwardKernel:
     @cute.jit
     def send_tile(self, ops, buffers, lane):
         tile = self.tile(ops)
-        if self.exists(tile):
+        if const_expr(self.tiles.order is Order.IN_TURN):
+            if self.exists(tile):
+                full, free = buffers.dq_full, buffers.dq_free
+                sender = TurnSender(ops.dq_sum, buffers.dQ, full, free, lane, Int32(0), self.spec, self.tiles)
+                send_all_in_turn(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
+        elif self.exists(tile):
             sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, lane, self.turns(ops, tile), self.spec, self.tiles)
             send_all(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
 
@@ -481,7 +496,10 @@ class BackwardKernel:
         sP = None
         if tiles.split is Split.ROLES:
             sP = smem.allocate_tensor(Int32, cute.make_layout(tiles.q * tiles.kv // 2), 128)
-        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD)
+        full = free = None
+        if tiles.has_sender and tiles.order is Order.IN_TURN:
+            full, free = (smem.allocate_array(cutlass.Int64, tiles.consumers) for _ in range(2))
+        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD, full, free)
 
     def place(self, ops: BackwardOperands):
         """(number among the key tiles of the batch, key head) of this block."""

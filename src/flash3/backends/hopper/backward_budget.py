@@ -77,6 +77,8 @@ def smem_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> int:
         step = 128 if name in ("dQ", "P", "L", "D") else ALIGNMENT_BYTES
         total = -(-total // step) * step + n
     barriers = 2 * (tiles.q_stages + tiles.do_stages + 2 * tiles.kv_stages)
+    if tiles.order is Order.IN_TURN and tiles.has_sender:
+        barriers += 2 * CONSUMERS
     if tiles.persistent:
         barriers += 2 * WORK_STAGES
         total += 4 * WORK_WORDS * WORK_STAGES
@@ -114,8 +116,8 @@ def problems(spec: BackwardSpec, tiles: BackwardTiles) -> list[str]:
         found.append(f"consumers that share keys have {BLOCK_STAGES} stages of Q, dO and dS, got {stages}")
     if tiles.persistent and (spec.is_ragged or by_roles or tiles.has_sender):
         found.append("persistent blocks need sequences of equal lengths, consumers that share keys, and dQ from registers")
-    if tiles.order is Order.IN_TURN and (by_roles or tiles.has_sender or spec.softcap):
-        found.append("turns need consumers that share keys, dQ from registers, and no softcap: dS is made from the 16-bit P")
+    if tiles.order is Order.IN_TURN and (by_roles or spec.softcap):
+        found.append("turns need consumers that share keys and no softcap: dS is made from the 16-bit P")
     if spec.deterministic and tiles.dq_path is not DqPath.ORDERED:
         found.append(f"a deterministic backward needs the ordered path of dQ, got {tiles.dq_path.value}")
     if found:

@@ -17,15 +17,23 @@ from .backward_tiles import BackwardSpec, BackwardTiles, DqPath
 from .bulk import add_release
 from .dq import counter_of, wait_for
 
-FIRST_SPARE_WARP, SPARE_WARPS = 1, 3
-"""Of the producer warpgroup."""
+PRODUCER_WARPS = 4
 WAVES = 2
 """Of blocks, between a slice of zeros and the first tile that adds to it."""
 
 
+def first_spare_warp(tiles: BackwardTiles) -> int:
+    """Of the producer warpgroup: the others load and send."""
+    return 2 if tiles.has_sender else 1
+
+
+def spare_warps(tiles: BackwardTiles) -> int:
+    return PRODUCER_WARPS - first_spare_warp(tiles)
+
+
 def clears_ahead(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
-    """Whether blocks have spare warps and columns are of one size."""
-    return tiles.dq_path is DqPath.REGISTERS and not spec.is_ragged
+    """Whether dQ is added up in no order, and columns are of one size."""
+    return tiles.dq_path is not DqPath.ORDERED and not spec.is_ragged
 
 
 def columns_ahead(num_tiles, multiprocessors, maximum=max):
@@ -41,14 +49,14 @@ def slice_of(kv_block, blocks, num_tiles, minimum=min):
     return first, minimum(first + most, blocks)
 
 
-def slices_of(num_tiles):
-    """What a column's counter reaches: every tile of another column clears three slices, a warp each."""
-    return num_tiles * SPARE_WARPS
+def slices_of(num_tiles, tiles: BackwardTiles):
+    """What a column's counter reaches: every tile of another column clears a slice for each spare warp."""
+    return num_tiles * spare_warps(tiles)
 
 
 @cute.jit
 def wait_cleared(statistics: cute.Tensor, record: Int32, num_tiles: Int32, tiles: cutlass.Constexpr[BackwardTiles]):
-    wait_for(counter_of(statistics, record, tiles), slices_of(num_tiles))
+    wait_for(counter_of(statistics, record, tiles), slices_of(num_tiles, tiles))
 
 
 @cute.jit
@@ -64,7 +72,7 @@ def clear_slice(
     zeros.fill(0.0)
     for head in cutlass.range(spec.heads_per_kv, unroll=1):
         start = dq_sum.iterator + Int64(record + head * q_blocks + first) * (4 * fours)
-        for i in cutlass.range(thread, count, 32 * SPARE_WARPS, unroll=4):
+        for i in cutlass.range(thread, count, 32 * spare_warps(tiles), unroll=4):
             cute.autovec_copy(zeros, cute.make_tensor((start + Int64(4) * i).align(16), cute.make_layout(4)))
     cute.arch.sync_warp()
     if thread % 32 == 0:

@@ -44,7 +44,7 @@ def zeros_of(ops: RowOperands, head: Int32, batch: Int32, q: Extent, k: Extent, 
     z = ops.sizes
     if clears_ahead(spec, tiles):
         mine = head // spec.heads_per_kv * z.batch + batch < z.columns_ahead
-        return mine, cutlass.select_(mine, slices_of((z.k_rows + tiles.kv - 1) // tiles.kv), Int32(0))
+        return mine, cutlass.select_(mine, slices_of((z.k_rows + tiles.kv - 1) // tiles.kv, tiles), Int32(0))
     if tiles.dq_path is not DqPath.ORDERED:
         return Boolean(True), Int32(0)
     bounds, last_row = bounds_of(replace(ops.mask), q.length, k.length), first_row + (tiles.q - 1)
