@@ -44,17 +44,18 @@ from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
-from .backward_barriers import BackwardBarrierId, sync_consumers
-from .backward_clear import clear_slice, clears_ahead, first_spare_warp, spare_warps
+from .backward_barriers import BackwardBarrierId, say_added, sync_consumers, wait_added
+from .backward_behind import Converter, say_done
+from .backward_clear import clear_slice, slice_of
 from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
 from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, produce, produce_next
 from .backward_operands import BackwardOperands
 from .backward_order import Turns
 from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_schedule import KeyDispatcher, KeyFollower
-from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split
+from .backward_tiles import COUNTER_WORD, PIECE_STAGES, PIECE_WORDS, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split, clears_ahead, converts_behind
 from .dq import HandOver, RegisterReduction, Sender, TurnHandOver, TurnSender, send_all, send_all_in_turn
-from .extents import extent_of
+from .extents import Extent, extent_of
 from .fragments import LANES_PER_ROW
 from .masking import bounds_of
 from .pipes import StagedLoad, tma_pipe, work_pipe
@@ -75,6 +76,8 @@ class Buffers:
     P: object  # Split.ROLES: P as it lies in registers, words
     L: cute.Tensor  # (words, stage)
     D: cute.Tensor
+    pieces: object = None  # converts_behind: (words, stage, spare warp) float32, and their mbarriers
+    pieces_full: object = None
     dq_full: object = None  # Order.IN_TURN with DqPath.SHARED: mbarriers of the consumers' halves
     dq_free: object = None
 
@@ -299,7 +302,11 @@ class BackwardKernel:
         v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
-            box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS, 32 * spare_warps(tiles))
+            box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS, 32 * tiles.spare_warps)
+        if const_expr(buffers.pieces is not None):
+            if thread == 0:
+                for i in cutlass.range_constexpr(PIECE_STAGES * tiles.spare_warps):
+                    cute.arch.mbarrier_init(buffers.pieces_full + i, 1)
         if const_expr(buffers.dq_full is not None):
             if thread == 0:
                 for w in cutlass.range_constexpr(tiles.consumers):
@@ -321,12 +328,15 @@ class BackwardKernel:
                 if warp_number == 1:
                     self.send_tile(ops, buffers, thread % 32)
             if const_expr(clears_ahead(spec, tiles)):
-                if warp_number >= first_spare_warp(tiles):
-                    spare_thread = thread - 32 * first_spare_warp(tiles)
+                if warp_number >= tiles.first_spare_warp:
+                    spare_thread = thread - 32 * tiles.first_spare_warp
                     if const_expr(tiles.persistent):
                         self.clear_columns_ahead(ops, KeyFollower(Int32(0), box, work_out.clone()), spare_thread)
                     else:
                         self.clear_column_ahead(ops, self.tile(ops), spare_thread)
+                if const_expr(converts_behind(spec, tiles)):
+                    if warp_number >= tiles.first_spare_warp:
+                        self.convert_column_behind(ops, buffers, self.tile(ops), warp_number - tiles.first_spare_warp, thread % 32)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
@@ -371,9 +381,18 @@ class BackwardKernel:
                 full, free = buffers.dq_full, buffers.dq_free
                 sender = TurnSender(ops.dq_sum, buffers.dQ, full, free, lane, Int32(0), self.spec, self.tiles)
                 send_all_in_turn(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
+                self.say_sent(ops, tile, lane)
         elif self.exists(tile):
             sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, lane, self.turns(ops, tile), self.spec, self.tiles)
             send_all(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
+            self.say_sent(ops, tile, lane)
+
+    @cute.jit
+    def say_sent(self, ops, tile: KeyTile, lane):
+        if const_expr(converts_behind(self.spec, self.tiles)):
+            if lane == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                say_done(ops.statistics, tile.record, self.tiles)
 
     @cute.jit
     def clear_columns_ahead(self, ops, work: KeyFollower, thread):
@@ -394,6 +413,27 @@ class BackwardKernel:
             blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + tiles.kv - 1) // tiles.kv
             record = kv_head * spec.heads_per_kv * z.q_blocks + (column - kv_head * z.batch) * blocks
             clear_slice(ops.statistics, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, thread, spec, tiles)
+
+    @cute.jit
+    def convert_column_behind(self, ops, buffers, tile: KeyTile, warp_number, lane):
+        """One spare warp's part; the last of them says at the end that this tile has added to its own column."""
+        spec, tiles, z = self.spec, self.tiles, ops.sizes
+        column = tile.kv_head * z.batch + tile.batch - z.columns_ahead
+        if column >= 0:
+            kv_head = column // z.batch
+            batch = column - kv_head * z.batch
+            blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + tiles.kv - 1) // tiles.kv
+            record = kv_head * spec.heads_per_kv * z.q_blocks + batch * blocks
+            first, end = slice_of(tile.kv_block, blocks, num_tiles, cutlass.min)
+            pieces, full = buffers.pieces[None, None, warp_number], buffers.pieces_full + PIECE_STAGES * warp_number
+            converter = Converter(pieces, full, ops.dq, ops.dq_sum, ops.scale, warp_number, lane, spec, tiles)
+            extent = Extent(batch, Int32(0), tile.q.length)
+            converter.slice(ops.statistics, record, extent, kv_head * spec.heads_per_kv, z.q_blocks, first, end, num_tiles)
+        if const_expr(not tiles.has_sender):
+            if warp_number == tiles.spare_warps - 1:
+                wait_added()
+                if lane == 0:
+                    say_done(ops.statistics, tile.record, tiles)
 
     @cute.jit
     def consume_tile(self, parts, keys, me: Int32):
@@ -434,6 +474,8 @@ class BackwardKernel:
         c, tile = parts.consumer(), parts.tile
         c.begin(tile.kv_block, tile.record, Int32(0))
         c = walk_tile(c, blocks, tile.q_blocks, coarse)
+        if const_expr(converts_behind(self.spec, self.tiles) and not self.tiles.has_sender):
+            say_added()
         self.store(c, parts.dv_store(), parts.dk_store(), tile, parts.ops.scale)
 
     @cute.jit
@@ -499,7 +541,11 @@ class BackwardKernel:
         full = free = None
         if tiles.has_sender and tiles.order is Order.IN_TURN:
             full, free = (smem.allocate_array(cutlass.Int64, tiles.consumers) for _ in range(2))
-        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD, full, free)
+        pieces = pieces_full = None
+        if converts_behind(spec, tiles):
+            pieces = smem.allocate_tensor(Float32, cute.make_layout((PIECE_WORDS, PIECE_STAGES, tiles.spare_warps)), 128)
+            pieces_full = smem.allocate_array(cutlass.Int64, PIECE_STAGES * tiles.spare_warps)
+        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD, pieces, pieces_full, full, free)
 
     def place(self, ops: BackwardOperands):
         """(number among the key tiles of the batch, key head) of this block."""

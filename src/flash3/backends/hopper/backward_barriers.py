@@ -22,6 +22,7 @@ class BackwardBarrierId(enum.IntEnum):
     TURN = 5  # Order.IN_TURN, which has no sender: consumer i may issue its matmuls
     PROBABILITIES = 9  # Split.ROLES: P is in shared memory
     WRITTEN = 8  # Order.IN_TURN: consumer i has written its half of dS into stage j, id + 2i + j
+    ADDED = 7  # without a sender: both consumers have added the last of a tile's dQ
     READ = 12  # Order.IN_TURN: consumer i has read both halves in stage j, id + 2i + j
 
 
@@ -41,3 +42,15 @@ def arrive_consumers(event):
 def sync_gradient(consumer: Int32):
     """All 128 threads of one consumer."""
     cute.arch.barrier(barrier_id=BackwardBarrierId.GRADIENT + consumer, number_of_threads=WARPGROUP_THREADS)
+
+
+@cute.jit
+def say_added():
+    """A consumer's threads."""
+    cute.arch.barrier_arrive(barrier_id=BackwardBarrierId.ADDED, number_of_threads=CONSUMERS * WARPGROUP_THREADS + 32)
+
+
+@cute.jit
+def wait_added():
+    """The warp that waits for them."""
+    cute.arch.barrier(barrier_id=BackwardBarrierId.ADDED, number_of_threads=CONSUMERS * WARPGROUP_THREADS + 32)

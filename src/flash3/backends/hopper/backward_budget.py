@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...mask import MaskKind
 from . import roles
-from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split
+from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, PIECE_STAGES, PIECE_WORDS, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split, converts_behind
 from .budget import ALIGNMENT_BYTES, BARRIER_BYTES, SMEM_PER_BLOCK_BYTES, WORK_STAGES
 
 WIDTHS = (32, 64, 96, 128, 192, 256)
@@ -67,6 +67,7 @@ def tile_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> dict[str, int]:
         "P": spec.dtype.bytes * tiles.q * tiles.kv if tiles.split is Split.ROLES else 0,
         "L": 4 * (tiles.q + STATISTICS_TAIL) * tiles.q_stages,
         "D": 4 * tiles.q * tiles.do_stages,
+        "pieces": 4 * PIECE_WORDS * PIECE_STAGES * tiles.spare_warps if converts_behind(spec, tiles) else 0,
     }
 
 
@@ -74,11 +75,13 @@ def smem_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> int:
     """All shared memory of a block: the tiles, a full and an empty barrier per stage."""
     total = 0
     for name, n in tile_bytes(spec, tiles).items():
-        step = 128 if name in ("dQ", "P", "L", "D") else ALIGNMENT_BYTES
+        step = 128 if name in ("dQ", "P", "L", "D", "pieces") else ALIGNMENT_BYTES
         total = -(-total // step) * step + n
     barriers = 2 * (tiles.q_stages + tiles.do_stages + 2 * tiles.kv_stages)
     if tiles.order is Order.IN_TURN and tiles.has_sender:
         barriers += 2 * CONSUMERS
+    if converts_behind(spec, tiles):
+        barriers += PIECE_STAGES * tiles.spare_warps
     if tiles.persistent:
         barriers += 2 * WORK_STAGES
         total += 4 * WORK_WORDS * WORK_STAGES

@@ -13,27 +13,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .backward_tiles import BackwardSpec, BackwardTiles, DqPath
+from .backward_tiles import BackwardSpec, BackwardTiles
 from .bulk import add_release
 from .dq import counter_of, wait_for
 
-PRODUCER_WARPS = 4
 WAVES = 2
 """Of blocks, between a slice of zeros and the first tile that adds to it."""
-
-
-def first_spare_warp(tiles: BackwardTiles) -> int:
-    """Of the producer warpgroup: the others load and send."""
-    return 2 if tiles.has_sender else 1
-
-
-def spare_warps(tiles: BackwardTiles) -> int:
-    return PRODUCER_WARPS - first_spare_warp(tiles)
-
-
-def clears_ahead(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
-    """Whether dQ is added up in no order, and columns are of one size."""
-    return tiles.dq_path is not DqPath.ORDERED and not spec.is_ragged
 
 
 def columns_ahead(num_tiles, multiprocessors, maximum=max):
@@ -51,7 +36,7 @@ def slice_of(kv_block, blocks, num_tiles, minimum=min):
 
 def slices_of(num_tiles, tiles: BackwardTiles):
     """What a column's counter reaches: every tile of another column clears a slice for each spare warp."""
-    return num_tiles * spare_warps(tiles)
+    return num_tiles * tiles.spare_warps
 
 
 @cute.jit
@@ -72,7 +57,7 @@ def clear_slice(
     zeros.fill(0.0)
     for head in cutlass.range(spec.heads_per_kv, unroll=1):
         start = dq_sum.iterator + Int64(record + head * q_blocks + first) * (4 * fours)
-        for i in cutlass.range(thread, count, 32 * spare_warps(tiles), unroll=4):
+        for i in cutlass.range(thread, count, 32 * tiles.spare_warps, unroll=4):
             cute.autovec_copy(zeros, cute.make_tensor((start + Int64(4) * i).align(16), cute.make_layout(4)))
     cute.arch.sync_warp()
     if thread % 32 == 0:

@@ -9,9 +9,9 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from . import storage
 from .backward_barriers import sync_gradient
-from .backward_clear import clears_ahead, wait_cleared
+from .backward_clear import wait_cleared
 from .backward_schedule import KeyDispatcher
-from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, Split
+from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, Split, clears_ahead
 from .bulk import bulk_load
 from .extents import Extent, tile_of
 from .fragments import convert

@@ -80,6 +80,7 @@ class BackwardOperands:
     do: cpasync.TmaInfo
     dk: cpasync.TmaInfo
     dv: cpasync.TmaInfo
+    dq: cute.Tensor  # like q
     statistics: cute.Tensor
     dq_sum: cute.Tensor
     q_arrays: SequenceArrays

@@ -22,10 +22,10 @@ from cutlass.memory import SmemAllocator
 
 from ... import mask
 from . import blocklist
-from .backward_clear import clears_ahead, slices_of
+from .backward_clear import slices_of
 from .backward_operands import RowOperands
 from .backward_refine import LARGEST_EXACT, rest_of_row
-from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, TURN_WORD, BackwardSpec, BackwardTiles, DqPath, statistics_words
+from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, TURN_WORD, BackwardSpec, BackwardTiles, DqPath, clears_ahead, statistics_words
 from .extents import Extent, extent_of
 from .masking import bounds_of
 from .rows import PIECE, piece_of, row_of, rows_of, statistic_of

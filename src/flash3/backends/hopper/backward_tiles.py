@@ -16,6 +16,9 @@ KEYS_PER_CONSUMER = 64
 CONSUMERS = 2
 
 
+PRODUCER_WARPS = 4
+
+
 class DqPath(enum.Enum):
     """How a block's share of dQ reaches the float32 sum in global memory."""
 
@@ -96,6 +99,15 @@ class BackwardTiles:
         return self.dq_path is not DqPath.REGISTERS
 
     @property
+    def first_spare_warp(self) -> int:
+        """Of the producer warpgroup: the warps before it load and send."""
+        return 2 if self.has_sender else 1
+
+    @property
+    def spare_warps(self) -> int:
+        return PRODUCER_WARPS - self.first_spare_warp
+
+    @property
     def dq_transposed(self) -> bool:
         """Whether the consumers share dQ by columns, as dQᵀ = Kᵀ·dSᵀ, and not by rows: 64 queries are rows for one of them only."""
         return self.split is Split.KEYS and self.q == KEYS_PER_CONSUMER
@@ -111,3 +123,20 @@ TURN_WORD, COUNTER_WORD = 2, 3
 def statistics_words(tiles: BackwardTiles) -> int:
     """float32 words of a block's record: L of its rows and the tail, D, and the second part of L."""
     return 3 * tiles.q + STATISTICS_TAIL
+
+
+def clears_ahead(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
+    """Whether tiles clear the sum of dQ ahead of each other: it is added up in no order, and columns are of one size."""
+    return tiles.dq_path is not DqPath.ORDERED and not spec.is_ragged
+
+
+def converts_behind(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
+    """Whether a tile converts a slice of an earlier column: where it clears one of a later, and there is room for the pieces."""
+    return clears_ahead(spec, tiles) and not tiles.persistent and tiles.split is Split.KEYS
+
+
+PIECE_FOURS = 2
+"""float4s of each of a consumer's threads in a piece of the sum (backward_behind)."""
+PIECE_WORDS = PIECE_FOURS * 4 * 128
+PIECE_STAGES = 3
+"""Pieces under way to a spare warp."""
