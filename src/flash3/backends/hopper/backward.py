@@ -48,12 +48,12 @@ from .backward_barriers import BackwardBarrierId, say_added, sync_consumers, wai
 from .backward_behind import Converter, say_done
 from .backward_clear import clear_slice, slice_of
 from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
-from .backward_io import GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, produce, produce_next
+from .backward_io import FirstStage, GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, begin_tile, produce, produce_begun, produce_next
 from .backward_operands import BackwardOperands
 from .backward_order import Turns
 from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_schedule import KeyDispatcher, KeyFollower
-from .backward_tiles import COUNTER_WORD, PIECE_STAGES, PIECE_WORDS, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split, clears_ahead, converts_behind
+from .backward_tiles import COUNTER_WORD, PIECE_STAGES, PIECE_WORDS, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split, LAB, clears_ahead, converts_behind, starts_early
 from .dq import HandOver, RegisterReduction, Sender, TurnHandOver, TurnSender, send_all, send_all_in_turn
 from .extents import Extent, extent_of
 from .fragments import LANES_PER_ROW
@@ -298,8 +298,10 @@ class BackwardKernel:
 
         q_pipe = pipe(tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
         do_pipe = pipe(tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
-        k_in, k_out = pipe(tiles.kv_stages, size * tiles.kv * spec.qk_width).make_participants()
-        v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
+        k_in = k_out = v_in = v_out = None
+        if const_expr(not starts_early(tiles)):
+            k_in, k_out = pipe(tiles.kv_stages, size * tiles.kv * spec.qk_width).make_participants()
+            v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
             box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS, 32 * tiles.spare_warps)
@@ -313,6 +315,11 @@ class BackwardKernel:
                     cute.arch.mbarrier_init(buffers.dq_full + w, roles.WARPGROUP_THREADS // 32)
                     cute.arch.mbarrier_init(buffers.dq_free + w, 1)
         cute.arch.mbarrier_init_fence()
+        first = FirstStage(*(p.sync_object_full.get_barrier(0) for p in (q_pipe, do_pipe)))
+        if const_expr(starts_early(tiles)):
+            if warp_number == 0:
+                cute.arch.sync_warp()
+                self.begin_tile(ops, buffers, first, thread)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # for backward_prepare
         cute.arch.griddepcontrol_launch_dependents()
@@ -323,7 +330,7 @@ class BackwardKernel:
                 if const_expr(tiles.persistent):
                     self.produce_tiles(ops, load, box, work_in, thread)
                 else:
-                    self.produce_tile(ops, load)
+                    self.produce_tile(ops, load, first)
             if const_expr(tiles.has_sender):
                 if warp_number == 1:
                     self.send_tile(ops, buffers, thread % 32)
@@ -346,14 +353,25 @@ class BackwardKernel:
                 self.consume_tiles(parts, keys, KeyFollower(Int32(0), box, work_out))
             else:
                 self.consume_tile(parts, keys, me)
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            cute.arch.cp_async_bulk_wait_group(0, read="read" in LAB)
 
     @cute.jit
-    def produce_tile(self, ops, load: Loads):
+    def begin_tile(self, ops, buffers, first: FirstStage, thread):
+        """The block's only tile, before all else."""
+        tile = self.tile(ops)
+        if self.exists(tile):
+            load = self.loads(ops, buffers, None, None, None, None, thread)
+            begin_tile(load, tile, self.blocks(ops, tile), first, self.spec, self.tiles)
+
+    @cute.jit
+    def produce_tile(self, ops, load: Loads, first: FirstStage):
         """The block's only tile."""
         tile = self.tile(ops)
         if self.exists(tile):
-            load = produce(load, tile, self.blocks(ops, tile), self.spec, self.tiles)
+            if const_expr(starts_early(self.tiles)):
+                load = produce_begun(load, tile, self.blocks(ops, tile), first, self.spec, self.tiles)
+            else:
+                load = produce(load, tile, self.blocks(ops, tile), self.spec, self.tiles)
             load.q.producer.tail()
             load.do.producer.tail()
 
@@ -442,7 +460,8 @@ class BackwardKernel:
         if self.exists(tile):
             blocks = self.blocks(ops, tile)
             coarse = self.is_coarse(ops, tile, blocks)
-            keys.wait()
+            if const_expr(not starts_early(self.tiles)):
+                keys.wait()
             if const_expr(self.tiles.split is Split.KEYS):
                 self.by_keys(parts, blocks, coarse)
             else:

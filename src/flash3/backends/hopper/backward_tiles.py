@@ -132,7 +132,16 @@ def clears_ahead(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
 
 def converts_behind(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
     """Whether a tile converts a slice of an earlier column: where it clears one of a later, and there is room for the pieces."""
-    return clears_ahead(spec, tiles) and not tiles.persistent and tiles.split is Split.KEYS
+    return clears_ahead(spec, tiles) and not tiles.persistent and tiles.split is Split.KEYS and "behind" in LAB
+
+
+def starts_early(tiles: BackwardTiles) -> bool:
+    """Whether a block issues its first loads before anything else."""
+    return not tiles.persistent and tiles.split is Split.KEYS and "early" in LAB
+
+
+import os
+LAB = os.environ.get("LAB", "early,behind,read")
 
 
 PIECE_FOURS = 2

@@ -63,11 +63,16 @@ class StagedLoad:
     @cute.jit
     def load(self, block: Int32, head: Int32, extent: Extent):
         slot = self.producer.acquire_and_advance()
+        self.load_into(slot.index, slot.barrier, block, head, extent)
+
+    @cute.jit
+    def load_into(self, stage: Int32, barrier: cute.Pointer, block: Int32, head: Int32, extent: Extent):
+        """Into a stage that is free; the barrier expects the bytes."""
         rows = tile_of(self.tensor, self.tile, block, 0, head, extent, self.layout)
         target, source = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(self.buffer, 0, 2), cute.group_modes(rows, 0, 2)
         )
-        cute.copy(self.atom, source, target[None, slot.index], tma_bar_ptr=slot.barrier)
+        cute.copy(self.atom, source, target[None, stage], tma_bar_ptr=barrier)
 
 
 @dataclass
