@@ -44,16 +44,17 @@ from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
+from .backward_ahead import rows_ahead
 from .backward_barriers import BackwardBarrierId, say_added, sync_consumers, wait_added
 from .backward_behind import Converter, say_done
-from .backward_clear import clear_slice, slice_of
+from .backward_clear import clear_slice, say_cleared, slice_of
 from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
 from .backward_io import FirstStage, GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, begin_tile, produce, produce_begun, produce_next
 from .backward_operands import BackwardOperands
 from .backward_order import Turns
 from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_schedule import KeyDispatcher, KeyFollower
-from .backward_tiles import COUNTER_WORD, PIECE_STAGES, PIECE_WORDS, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split, LAB, clears_ahead, converts_behind, starts_early
+from .backward_tiles import COUNTER_WORD, PIECE_STAGES, PIECE_WORDS, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split, LAB, clears_ahead, converts_behind, prepares_ahead, starts_early
 from .dq import HandOver, RegisterReduction, Sender, TurnHandOver, TurnSender, send_all, send_all_in_turn
 from .extents import Extent, extent_of
 from .fragments import LANES_PER_ROW
@@ -336,14 +337,14 @@ class BackwardKernel:
                     self.send_tile(ops, buffers, thread % 32)
             if const_expr(clears_ahead(spec, tiles)):
                 if warp_number >= tiles.first_spare_warp:
-                    spare_thread = thread - 32 * tiles.first_spare_warp
+                    spare_thread = 32 * (warp_number - tiles.first_spare_warp) + cute.arch.lane_idx()
                     if const_expr(tiles.persistent):
                         self.clear_columns_ahead(ops, KeyFollower(Int32(0), box, work_out.clone()), spare_thread)
                     else:
-                        self.clear_column_ahead(ops, self.tile(ops), spare_thread)
+                        self.clear_column_ahead(ops, buffers, self.tile(ops), spare_thread)
                 if const_expr(converts_behind(spec, tiles)):
                     if warp_number >= tiles.first_spare_warp:
-                        self.convert_column_behind(ops, buffers, self.tile(ops), warp_number - tiles.first_spare_warp, thread % 32)
+                        self.convert_column_behind(ops, buffers, self.tile(ops), warp_number - tiles.first_spare_warp, cute.arch.lane_idx())
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
@@ -418,11 +419,11 @@ class BackwardKernel:
         num_tiles = self.num_tiles(ops)
         work.advance()
         while work.index < num_tiles:
-            self.clear_column_ahead(ops, self.tile_at(ops, work.index), thread)
+            self.clear_column_ahead(ops, None, self.tile_at(ops, work.index), thread)
             work.advance()
 
     @cute.jit
-    def clear_column_ahead(self, ops, tile: KeyTile, thread):
+    def clear_column_ahead(self, ops, buffers, tile: KeyTile, thread):
         """thread: among the spare warps."""
         spec, tiles, z = self.spec, self.tiles, ops.sizes
         column = tile.kv_head * z.batch + tile.batch + z.columns_ahead
@@ -431,6 +432,14 @@ class BackwardKernel:
             blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + tiles.kv - 1) // tiles.kv
             record = kv_head * spec.heads_per_kv * z.q_blocks + (column - kv_head * z.batch) * blocks
             clear_slice(ops.statistics, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, thread, spec, tiles)
+            if const_expr(prepares_ahead(spec, tiles)):
+                warp_number, first_head = thread // 32, kv_head * spec.heads_per_kv
+                batch = column - kv_head * z.batch
+                q = Extent(batch, Int32(0), tile.q.length)
+                ring = cute.recast_ptr(buffers.pieces[None, None, warp_number].iterator, dtype=cutlass.Uint8)
+                first, end = slice_of(tile.kv_block, blocks, num_tiles, cutlass.min)
+                rows_ahead(ops.rows, ring, record, first_head, q, z.q_blocks, first, end, warp_number, thread % 32, spec, tiles)
+            say_cleared(ops.statistics, record, thread, tiles)
 
     @cute.jit
     def convert_column_behind(self, ops, buffers, tile: KeyTile, warp_number, lane):

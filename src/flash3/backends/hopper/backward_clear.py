@@ -59,6 +59,11 @@ def clear_slice(
         start = dq_sum.iterator + Int64(record + head * q_blocks + first) * (4 * fours)
         for i in cutlass.range(thread, count, 32 * tiles.spare_warps, unroll=4):
             cute.autovec_copy(zeros, cute.make_tensor((start + Int64(4) * i).align(16), cute.make_layout(4)))
+
+
+@cute.jit
+def say_cleared(statistics: cute.Tensor, record: Int32, thread: Int32, tiles: cutlass.Constexpr[BackwardTiles]):
+    """One spare warp, of all that it has written."""
     cute.arch.sync_warp()
     if thread % 32 == 0:
         add_release(counter_of(statistics, record, tiles), Int32(1))

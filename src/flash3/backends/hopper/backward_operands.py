@@ -90,3 +90,4 @@ class BackwardOperands:
     scale: Float32
     scale_log2: Float32
     tanh_scale: Float32
+    rows: object  # RowOperands, for backward_ahead

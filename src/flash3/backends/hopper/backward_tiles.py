@@ -135,13 +135,18 @@ def converts_behind(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
     return clears_ahead(spec, tiles) and not tiles.persistent and tiles.split is Split.KEYS and "behind" in LAB
 
 
+def prepares_ahead(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
+    """Whether tiles also make L and D ahead of each other. A sink's gradient wants sums of whole blocks."""
+    return converts_behind(spec, tiles) and not spec.sink and "ahead" in LAB
+
+
 def starts_early(tiles: BackwardTiles) -> bool:
     """Whether a block issues its first loads before anything else."""
     return not tiles.persistent and tiles.split is Split.KEYS and "early" in LAB
 
 
 import os
-LAB = os.environ.get("LAB", "early,behind,read")
+LAB = os.environ.get("LAB", "early,behind,read,ahead")
 
 
 PIECE_FOURS = 2

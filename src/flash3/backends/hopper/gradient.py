@@ -57,10 +57,12 @@ class Gradient:
             return sequence_arrays(q_arrays), sequence_arrays(k_arrays), sizes, self.mask_numbers(numbers)
 
         scales = numbers.scale_log2, numbers.tanh_scale
-        before = RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mSum, *sides(), *scales)
-        PrepareKernel(spec, tiles).launch(before, blocks, heads, stream)
+        def rows():
+            return RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mSum, *sides(), *scales)
+
+        PrepareKernel(spec, tiles).launch(rows(), blocks, heads, stream)
         loads = self.loads(mQ, mK, mV, mdO)
-        main = BackwardOperands(*loads, *self.stores(mdK, mdV), mdQ, mStatistics, mSum, *sides(), numbers.scale, *scales)
+        main = BackwardOperands(*loads, *self.stores(mdK, mdV), mdQ, mStatistics, mSum, *sides(), numbers.scale, *scales, rows())
         key_tiles = blocklist.num_blocks(spec.k_layout, mK.shape[-3], batch, tiles.kv)
         BackwardKernel(spec, tiles).launch(main, key_tiles, kv_heads, numbers.multiprocessors, stream)
         q_side, _, sizes, _ = sides()
