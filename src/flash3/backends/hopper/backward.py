@@ -335,6 +335,9 @@ class BackwardKernel:
             if const_expr(tiles.has_sender):
                 if warp_number == 1:
                     self.send_tile(ops, buffers, thread % 32)
+            if const_expr(clears_ahead(spec, tiles) and not tiles.persistent and "fetch" in LAB):
+                if warp_number == tiles.first_spare_warp:
+                    self.prefetch_next(ops, buffers, thread)
             if const_expr(clears_ahead(spec, tiles)):
                 if warp_number >= tiles.first_spare_warp:
                     spare_thread = 32 * (warp_number - tiles.first_spare_warp) + cute.arch.lane_idx()
@@ -440,6 +443,25 @@ class BackwardKernel:
                 first, end = slice_of(tile.kv_block, blocks, num_tiles, cutlass.min)
                 rows_ahead(ops.rows, ring, record, first_head, q, z.q_blocks, first, end, warp_number, thread % 32, spec, tiles)
             say_cleared(ops.statistics, record, thread, tiles)
+
+    @cute.jit
+    def prefetch_next(self, ops, buffers, thread):
+        """Into the L2, what the block that may follow on this multiprocessor loads first."""
+        z = ops.sizes
+        index, kv_head, _ = cute.arch.block_idx()
+        num_tiles, _, _ = cute.arch.grid_dim()
+        index = index + kv_head * num_tiles + z.multiprocessors
+        kv_head = index // num_tiles
+        if kv_head < z.kv_heads:
+            tile = self.key_tile(ops, index - kv_head * num_tiles, kv_head)
+            load = self.loads(ops, buffers, None, None, None, None, thread)
+            load.k.prefetch(tile.kv_block, tile.kv_head, tile.k)
+            load.v.prefetch(tile.kv_block, tile.kv_head, tile.k)
+            if tile.kv_block == 0:
+                q_head = tile.kv_head * self.spec.heads_per_kv
+                block = self.blocks(ops, tile).first
+                load.q.prefetch(block, q_head, tile.q)
+                load.do.prefetch(block, q_head, tile.q)
 
     @cute.jit
     def convert_column_behind(self, ops, buffers, tile: KeyTile, warp_number, lane):
