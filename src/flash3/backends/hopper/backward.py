@@ -44,18 +44,17 @@ from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
-from .backward_ahead import rows_ahead
 from .backward_barriers import BackwardBarrierId, say_added, sync_consumers, wait_added
 from .backward_behind import Converter, say_done
-from .backward_clear import clear_slice, say_cleared, slice_of
+from .backward_clear import clear_slice, make_zeros, say_cleared, slice_of
 from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
 from .backward_io import FirstStage, GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, begin_tile, produce, produce_begun, produce_next
 from .backward_operands import BackwardOperands
 from .backward_order import Turns
 from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_schedule import KeyDispatcher, KeyFollower
-from .backward_tiles import COUNTER_WORD, PIECE_STAGES, PIECE_WORDS, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split, LAB, clears_ahead, converts_behind, prepares_ahead, starts_early
-from .dq import HandOver, RegisterReduction, Sender, TurnHandOver, TurnSender, send_all, send_all_in_turn
+from .backward_tiles import COUNTER_WORD, PIECE_STAGES, PIECE_WORDS, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split, LAB, ZERO_WORDS, clears_ahead, converts_behind, starts_early
+from .dq import HandOver, RegisterReduction, Sender, send_all
 from .extents import Extent, extent_of
 from .fragments import LANES_PER_ROW
 from .masking import bounds_of
@@ -77,10 +76,9 @@ class Buffers:
     P: object  # Split.ROLES: P as it lies in registers, words
     L: cute.Tensor  # (words, stage)
     D: cute.Tensor
+    zeros: object = None  # clears_ahead: float32
     pieces: object = None  # converts_behind: (words, stage, spare warp) float32, and their mbarriers
     pieces_full: object = None
-    dq_full: object = None  # Order.IN_TURN with DqPath.SHARED: mbarriers of the consumers' halves
-    dq_free: object = None
 
 
 class Parts:
@@ -143,8 +141,6 @@ class Parts:
         fours = words // 2 // (4 * roles.WARPGROUP_THREADS)
         place = (self.buffers.dQ[None, self.me].iterator + 4 * thread).align(16)
         slot = cute.make_tensor(place, cute.make_layout((4, fours), stride=(1, 4 * roles.WARPGROUP_THREADS)))
-        if self.tiles.order is Order.IN_TURN:
-            return TurnHandOver(slot, self.buffers.dq_full + self.me, self.buffers.dq_free + self.me, Int32(0))
         return HandOver(slot, self.me)
 
     def ds_store(self):
@@ -305,22 +301,13 @@ class BackwardKernel:
             v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
-            box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS, 32 * tiles.spare_warps)
+            box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS, 32)
         if const_expr(buffers.pieces is not None):
             if thread == 0:
                 for i in cutlass.range_constexpr(PIECE_STAGES * tiles.spare_warps):
                     cute.arch.mbarrier_init(buffers.pieces_full + i, 1)
-        if const_expr(buffers.dq_full is not None):
-            if thread == 0:
-                for w in cutlass.range_constexpr(tiles.consumers):
-                    cute.arch.mbarrier_init(buffers.dq_full + w, roles.WARPGROUP_THREADS // 32)
-                    cute.arch.mbarrier_init(buffers.dq_free + w, 1)
         cute.arch.mbarrier_init_fence()
         first = FirstStage(*(p.sync_object_full.get_barrier(0) for p in (q_pipe, do_pipe)))
-        if const_expr(starts_early(tiles)):
-            if warp_number == 0:
-                cute.arch.sync_warp()
-                self.begin_tile(ops, buffers, first, thread)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # for backward_prepare
         cute.arch.griddepcontrol_launch_dependents()
@@ -335,19 +322,13 @@ class BackwardKernel:
             if const_expr(tiles.has_sender):
                 if warp_number == 1:
                     self.send_tile(ops, buffers, thread % 32)
-            if const_expr(clears_ahead(spec, tiles) and not tiles.persistent and "fetch" in LAB):
-                if warp_number == tiles.first_spare_warp:
-                    self.prefetch_next(ops, buffers, thread)
             if const_expr(clears_ahead(spec, tiles)):
                 if warp_number >= tiles.first_spare_warp:
-                    spare_thread = 32 * (warp_number - tiles.first_spare_warp) + cute.arch.lane_idx()
+                    spare_warp = warp_number - tiles.first_spare_warp
                     if const_expr(tiles.persistent):
-                        self.clear_columns_ahead(ops, KeyFollower(Int32(0), box, work_out.clone()), spare_thread)
+                        self.help_tiles(ops, buffers, KeyFollower(Int32(0), box, work_out.clone()), spare_warp)
                     else:
-                        self.clear_column_ahead(ops, buffers, self.tile(ops), spare_thread)
-                if const_expr(converts_behind(spec, tiles)):
-                    if warp_number >= tiles.first_spare_warp:
-                        self.convert_column_behind(ops, buffers, self.tile(ops), warp_number - tiles.first_spare_warp, cute.arch.lane_idx())
+                        self.help_tile(ops, buffers, self.tile(ops), spare_warp)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
@@ -360,20 +341,14 @@ class BackwardKernel:
             cute.arch.cp_async_bulk_wait_group(0, read="read" in LAB)
 
     @cute.jit
-    def begin_tile(self, ops, buffers, first: FirstStage, thread):
-        """The block's only tile, before all else."""
-        tile = self.tile(ops)
-        if self.exists(tile):
-            load = self.loads(ops, buffers, None, None, None, None, thread)
-            begin_tile(load, tile, self.blocks(ops, tile), first, self.spec, self.tiles)
-
-    @cute.jit
     def produce_tile(self, ops, load: Loads, first: FirstStage):
         """The block's only tile."""
         tile = self.tile(ops)
         if self.exists(tile):
             if const_expr(starts_early(self.tiles)):
-                load = produce_begun(load, tile, self.blocks(ops, tile), first, self.spec, self.tiles)
+                blocks = self.blocks(ops, tile)
+                begin_tile(load, tile, blocks, first, self.spec, self.tiles)
+                load = produce_begun(load, tile, blocks, first, self.spec, self.tiles)
             else:
                 load = produce(load, tile, self.blocks(ops, tile), self.spec, self.tiles)
             load.q.producer.tail()
@@ -398,13 +373,7 @@ class BackwardKernel:
     @cute.jit
     def send_tile(self, ops, buffers, lane):
         tile = self.tile(ops)
-        if const_expr(self.tiles.order is Order.IN_TURN):
-            if self.exists(tile):
-                full, free = buffers.dq_full, buffers.dq_free
-                sender = TurnSender(ops.dq_sum, buffers.dQ, full, free, lane, Int32(0), self.spec, self.tiles)
-                send_all_in_turn(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
-                self.say_sent(ops, tile, lane)
-        elif self.exists(tile):
+        if self.exists(tile):
             sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, lane, self.turns(ops, tile), self.spec, self.tiles)
             send_all(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
             self.say_sent(ops, tile, lane)
@@ -417,32 +386,55 @@ class BackwardKernel:
                 say_done(ops.statistics, tile.record, self.tiles)
 
     @cute.jit
-    def clear_columns_ahead(self, ops, work: KeyFollower, thread):
-        """Beside tile after tile."""
-        num_tiles = self.num_tiles(ops)
-        work.advance()
-        while work.index < num_tiles:
-            self.clear_column_ahead(ops, None, self.tile_at(ops, work.index), thread)
+    def help_tiles(self, ops, buffers, work: KeyFollower, spare_warp):
+        """Beside tile after tile: the first spare warp alone."""
+        if spare_warp == 0:
+            lane, num_tiles = cute.arch.lane_idx(), self.num_tiles(ops)
+            make_zeros(buffers.zeros, lane)
             work.advance()
+            while work.index < num_tiles:
+                tile = self.tile_at(ops, work.index)
+                self.clear_column_ahead(ops, buffers, tile, lane)
+                self.say_cleared(ops, tile, lane)
+                work.advance()
 
     @cute.jit
-    def clear_column_ahead(self, ops, buffers, tile: KeyTile, thread):
-        """thread: among the spare warps."""
-        spec, tiles, z = self.spec, self.tiles, ops.sizes
+    def help_tile(self, ops, buffers, tile: KeyTile, spare_warp):
+        lane = cute.arch.lane_idx()
+        if const_expr("fetch" in LAB):
+            if spare_warp == self.tiles.spare_warps - 1:
+                self.prefetch_next(ops, buffers, lane)
+        if spare_warp == 0:
+            make_zeros(buffers.zeros, lane)
+            self.clear_column_ahead(ops, buffers, tile, lane)
+        if const_expr(converts_behind(self.spec, self.tiles)):
+            self.convert_column_behind(ops, buffers, tile, spare_warp, lane)
+        if spare_warp == 0:
+            self.say_cleared(ops, tile, lane)
+
+    def column_ahead(self, ops, tile: KeyTile):
+        """(key head, first record) of the column that a tile clears; the head may be one too many."""
+        z = ops.sizes
         column = tile.kv_head * z.batch + tile.batch + z.columns_ahead
         kv_head = column // z.batch
+        blocks = z.q_blocks // z.batch
+        return kv_head, kv_head * self.spec.heads_per_kv * z.q_blocks + (column - kv_head * z.batch) * blocks
+
+    @cute.jit
+    def clear_column_ahead(self, ops, buffers, tile: KeyTile, lane):
+        z = ops.sizes
+        kv_head, record = self.column_ahead(ops, tile)
         if kv_head < z.kv_heads:
-            blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + tiles.kv - 1) // tiles.kv
-            record = kv_head * spec.heads_per_kv * z.q_blocks + (column - kv_head * z.batch) * blocks
-            clear_slice(ops.statistics, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, thread, spec, tiles)
-            if const_expr(prepares_ahead(spec, tiles)):
-                warp_number, first_head = thread // 32, kv_head * spec.heads_per_kv
-                batch = column - kv_head * z.batch
-                q = Extent(batch, Int32(0), tile.q.length)
-                ring = cute.recast_ptr(buffers.pieces[None, None, warp_number].iterator, dtype=cutlass.Uint8)
-                first, end = slice_of(tile.kv_block, blocks, num_tiles, cutlass.min)
-                rows_ahead(ops.rows, ring, record, first_head, q, z.q_blocks, first, end, warp_number, thread % 32, spec, tiles)
-            say_cleared(ops.statistics, record, thread, tiles)
+            blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + self.tiles.kv - 1) // self.tiles.kv
+            clear_slice(
+                buffers.zeros, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, lane, self.spec, self.tiles
+            )
+
+    @cute.jit
+    def say_cleared(self, ops, tile: KeyTile, lane):
+        kv_head, record = self.column_ahead(ops, tile)
+        if kv_head < ops.sizes.kv_heads:
+            say_cleared(ops.statistics, record, lane, self.tiles)
 
     @cute.jit
     def prefetch_next(self, ops, buffers, thread):
@@ -473,7 +465,7 @@ class BackwardKernel:
             batch = column - kv_head * z.batch
             blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + tiles.kv - 1) // tiles.kv
             record = kv_head * spec.heads_per_kv * z.q_blocks + batch * blocks
-            first, end = slice_of(tile.kv_block, blocks, num_tiles, cutlass.min)
+            first, end = slice_of(tile.kv_block, blocks, num_tiles, spec.mask_kind, cutlass.min)
             pieces, full = buffers.pieces[None, None, warp_number], buffers.pieces_full + PIECE_STAGES * warp_number
             converter = Converter(pieces, full, ops.dq, ops.dq_sum, ops.scale, warp_number, lane, spec, tiles)
             extent = Extent(batch, Int32(0), tile.q.length)
@@ -588,14 +580,13 @@ class BackwardKernel:
         sP = None
         if tiles.split is Split.ROLES:
             sP = smem.allocate_tensor(Int32, cute.make_layout(tiles.q * tiles.kv // 2), 128)
-        full = free = None
-        if tiles.has_sender and tiles.order is Order.IN_TURN:
-            full, free = (smem.allocate_array(cutlass.Int64, tiles.consumers) for _ in range(2))
-        pieces = pieces_full = None
+        zeros = pieces = pieces_full = None
+        if clears_ahead(spec, tiles):
+            zeros = smem.allocate_tensor(Float32, cute.make_layout(ZERO_WORDS), 128)
         if converts_behind(spec, tiles):
             pieces = smem.allocate_tensor(Float32, cute.make_layout((PIECE_WORDS, PIECE_STAGES, tiles.spare_warps)), 128)
             pieces_full = smem.allocate_array(cutlass.Int64, PIECE_STAGES * tiles.spare_warps)
-        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD, pieces, pieces_full, full, free)
+        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD, zeros, pieces, pieces_full)
 
     def place(self, ops: BackwardOperands):
         """(number among the key tiles of the batch, key head) of this block."""

@@ -6,7 +6,21 @@ from dataclasses import replace
 
 from ...mask import MaskKind
 from . import roles
-from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, PIECE_STAGES, PIECE_WORDS, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split, converts_behind
+from .backward_tiles import (
+    CONSUMERS,
+    KEYS_PER_CONSUMER,
+    PIECE_STAGES,
+    PIECE_WORDS,
+    STATISTICS_TAIL,
+    ZERO_WORDS,
+    BackwardSpec,
+    BackwardTiles,
+    DqPath,
+    Order,
+    Split,
+    clears_ahead,
+    converts_behind,
+)
 from .budget import ALIGNMENT_BYTES, BARRIER_BYTES, SMEM_PER_BLOCK_BYTES, WORK_STAGES
 
 WIDTHS = (32, 64, 96, 128, 192, 256)
@@ -67,6 +81,7 @@ def tile_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> dict[str, int]:
         "P": spec.dtype.bytes * tiles.q * tiles.kv if tiles.split is Split.ROLES else 0,
         "L": 4 * (tiles.q + STATISTICS_TAIL) * tiles.q_stages,
         "D": 4 * tiles.q * tiles.do_stages,
+        "zeros": 4 * ZERO_WORDS if clears_ahead(spec, tiles) else 0,
         "pieces": 4 * PIECE_WORDS * PIECE_STAGES * tiles.spare_warps if converts_behind(spec, tiles) else 0,
     }
 
@@ -75,16 +90,14 @@ def smem_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> int:
     """All shared memory of a block: the tiles, a full and an empty barrier per stage."""
     total = 0
     for name, n in tile_bytes(spec, tiles).items():
-        step = 128 if name in ("dQ", "P", "L", "D", "pieces") else ALIGNMENT_BYTES
+        step = 128 if name in ("dQ", "P", "L", "D", "zeros", "pieces") else ALIGNMENT_BYTES
         total = -(-total // step) * step + n
     barriers = 2 * (tiles.q_stages + tiles.do_stages + 2 * tiles.kv_stages)
-    if tiles.order is Order.IN_TURN and tiles.has_sender:
-        barriers += 2 * CONSUMERS
-    if converts_behind(spec, tiles):
-        barriers += PIECE_STAGES * tiles.spare_warps
     if tiles.persistent:
         barriers += 2 * WORK_STAGES
         total += 4 * WORK_WORDS * WORK_STAGES
+    if converts_behind(spec, tiles):
+        barriers += PIECE_STAGES * tiles.spare_warps
     return total + BARRIER_BYTES * barriers
 
 
@@ -119,8 +132,8 @@ def problems(spec: BackwardSpec, tiles: BackwardTiles) -> list[str]:
         found.append(f"consumers that share keys have {BLOCK_STAGES} stages of Q, dO and dS, got {stages}")
     if tiles.persistent and (spec.is_ragged or by_roles or tiles.has_sender):
         found.append("persistent blocks need sequences of equal lengths, consumers that share keys, and dQ from registers")
-    if tiles.order is Order.IN_TURN and (by_roles or spec.softcap):
-        found.append("turns need consumers that share keys and no softcap: dS is made from the 16-bit P")
+    if tiles.order is Order.IN_TURN and (by_roles or tiles.has_sender or spec.softcap):
+        found.append("turns need consumers that share keys, dQ from registers, and no softcap: dS is made from the 16-bit P")
     if spec.deterministic and tiles.dq_path is not DqPath.ORDERED:
         found.append(f"a deterministic backward needs the ordered path of dQ, got {tiles.dq_path.value}")
     if found:

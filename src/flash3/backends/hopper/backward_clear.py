@@ -13,8 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .backward_tiles import BackwardSpec, BackwardTiles
-from .bulk import add_release
+from ...mask import MaskKind
+from .backward_tiles import ZERO_WORDS, BackwardSpec, BackwardTiles
+from .bulk import add_release, bulk_store
 from .dq import counter_of, wait_for
 
 WAVES = 2
@@ -27,43 +28,56 @@ def columns_ahead(num_tiles, multiprocessors, maximum=max):
     return (WAVES * multiprocessors + num_tiles - 1) // num_tiles + 1
 
 
-def slice_of(kv_block, blocks, num_tiles, minimum=min):
-    """The blocks [first, end) of each query head of a column that a tile clears."""
+def slice_of(kv_block, blocks, num_tiles, kind, minimum=min):
+    """The blocks [first, end) of each query head of a column that a tile clears: as many as all tiles, under a causal mask more where a
+    tile is longer."""
+    if kind is MaskKind.CAUSAL:
+        first, end = (blocks - blocks * (num_tiles - i) // num_tiles * (num_tiles - i) // num_tiles for i in (kv_block, kv_block + 1))
+        return first, end
     most = (blocks + num_tiles - 1) // num_tiles
     first = minimum(kv_block * most, blocks)
     return first, minimum(first + most, blocks)
 
 
-def slices_of(num_tiles, tiles: BackwardTiles):
-    """What a column's counter reaches: every tile of another column clears a slice for each spare warp."""
-    return num_tiles * tiles.spare_warps
+def slices_of(num_tiles):
+    """What a column's counter reaches: a slice for every tile of another column."""
+    return num_tiles
 
 
 @cute.jit
 def wait_cleared(statistics: cute.Tensor, record: Int32, num_tiles: Int32, tiles: cutlass.Constexpr[BackwardTiles]):
-    wait_for(counter_of(statistics, record, tiles), slices_of(num_tiles, tiles))
+    wait_for(counter_of(statistics, record, tiles), slices_of(num_tiles))
+
+
+@cute.jit
+def make_zeros(zeros: cute.Tensor, lane: Int32):
+    """In shared memory, by one warp, which is the one that will clear."""
+    for i in cutlass.range_constexpr(ZERO_WORDS // 32):
+        zeros[lane + 32 * i] = Float32(0.0)
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
 
 
 @cute.jit
 def clear_slice(
-    statistics: cute.Tensor, dq_sum: cute.Tensor, record: Int32, q_blocks: Int32, blocks: Int32, kv_block: Int32, num_tiles: Int32,
-    thread: Int32, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles],
+    zeros: cute.Tensor, dq_sum: cute.Tensor, record: Int32, q_blocks: Int32, blocks: Int32, kv_block: Int32, num_tiles: Int32,
+    lane: Int32, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles],
 ):  # fmt: skip
-    """One spare warp's part. record: of the column's first query head and block 0; blocks: of each of its query heads."""
-    fours = tiles.q * spec.qk_width // 4
-    first, end = slice_of(kv_block, blocks, num_tiles, cutlass.min)
-    count = (end - first) * fours
-    zeros = cute.make_rmem_tensor(4, Float32)
-    zeros.fill(0.0)
-    for head in cutlass.range(spec.heads_per_kv, unroll=1):
-        start = dq_sum.iterator + Int64(record + head * q_blocks + first) * (4 * fours)
-        for i in cutlass.range(thread, count, 32 * tiles.spare_warps, unroll=4):
-            cute.autovec_copy(zeros, cute.make_tensor((start + Int64(4) * i).align(16), cute.make_layout(4)))
+    """Bulk copies, which pass by the load and store units that consumers need. record: of the column's first query head and block 0; blocks:
+    of each of its query heads."""
+    words = tiles.q * spec.qk_width
+    first, end = slice_of(kv_block, blocks, num_tiles, spec.mask_kind, cutlass.min)
+    if lane == 0:
+        for head in cutlass.range(spec.heads_per_kv, unroll=1):
+            start = dq_sum.iterator + Int64(record + head * q_blocks + first) * words
+            for i in cutlass.range((end - first) * (words // ZERO_WORDS), unroll=1):
+                bulk_store((start + Int64(ZERO_WORDS) * i).align(16), zeros.iterator, 4 * ZERO_WORDS)
+        cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
-def say_cleared(statistics: cute.Tensor, record: Int32, thread: Int32, tiles: cutlass.Constexpr[BackwardTiles]):
-    """One spare warp, of all that it has written."""
-    cute.arch.sync_warp()
-    if thread % 32 == 0:
+def say_cleared(statistics: cute.Tensor, record: Int32, lane: Int32, tiles: cutlass.Constexpr[BackwardTiles]):
+    """The same warp, once its zeros are there."""
+    if lane == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
         add_release(counter_of(statistics, record, tiles), Int32(1))

@@ -11,7 +11,7 @@ from . import storage
 from .backward_barriers import sync_gradient
 from .backward_clear import wait_cleared
 from .backward_schedule import KeyDispatcher
-from .backward_tiles import KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, Split, clears_ahead, prepares_ahead
+from .backward_tiles import KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, Split, clears_ahead
 from .bulk import bulk_load
 from .extents import Extent, tile_of
 from .fragments import convert
@@ -117,8 +117,6 @@ def produce_begun(
         load.q.rows_into(Int32(0), full.q, record)
         if const_expr(clears_ahead(spec, tiles)):
             wait_cleared(load.q.statistics, tile.record, (tile.k.length + tiles.kv - 1) // tiles.kv, tiles)
-        if const_expr(prepares_ahead(spec, tiles)):
-            cute.arch.fence_proxy("async.global")
         load.do.rows_into(Int32(0), full.do, record)
         load.q.producer.advance()
         load.do.producer.advance()

@@ -25,7 +25,7 @@ from . import blocklist
 from .backward_clear import slices_of
 from .backward_operands import RowOperands
 from .backward_refine import LARGEST_EXACT, rest_of_row
-from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, TURN_WORD, BackwardSpec, BackwardTiles, DqPath, clears_ahead, prepares_ahead, statistics_words
+from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, TURN_WORD, BackwardSpec, BackwardTiles, DqPath, clears_ahead, statistics_words
 from .extents import Extent, extent_of
 from .masking import bounds_of
 from .rows import PIECE, piece_of, row_of, rows_of, statistic_of
@@ -44,7 +44,7 @@ def zeros_of(ops: RowOperands, head: Int32, batch: Int32, q: Extent, k: Extent, 
     z = ops.sizes
     if clears_ahead(spec, tiles):
         mine = head // spec.heads_per_kv * z.batch + batch < z.columns_ahead
-        return mine, cutlass.select_(mine, slices_of((z.k_rows + tiles.kv - 1) // tiles.kv, tiles), Int32(0))
+        return mine, cutlass.select_(mine, slices_of((z.k_rows + tiles.kv - 1) // tiles.kv), Int32(0))
     if tiles.dq_path is not DqPath.ORDERED:
         return Boolean(True), Int32(0)
     bounds, last_row = bounds_of(replace(ops.mask), q.length, k.length), first_row + (tiles.q - 1)
@@ -80,9 +80,8 @@ class PrepareKernel:
         if mine:
             self.clear(ops, record, thread)
         partial, coarse = Float32(0.0), Float32(0.0)
-        sums_too = mine if const_expr(prepares_ahead(spec, tiles)) else Boolean(True)
         if first_row < extent.length:
-            partial = self.rows(ops, record, head, extent, first_row, totals, lse, sums_too, thread)
+            partial = self.rows(ops, record, head, extent, first_row, totals, lse, thread)
             coarse = self.second_parts(ops, record, head, extent, k, first_row, lse, thread)
         self.write_tail(ops, record, partial, coarse, counter, sums, thread)
 
@@ -98,7 +97,7 @@ class PrepareKernel:
     @cute.jit
     def rows(
         self, ops: RowOperands, record: Int32, head: Int32, extent: Extent, first_row: Int32, totals: cute.Tensor, lse: cute.Tensor,
-        sums_too: Boolean, thread: Int32,
+        thread: Int32,
     ):  # fmt: skip
         """L₂ and D of every row, L₂ also into shared memory (0 where there is none). The answer: a share of the sink's gradient.
 
@@ -110,8 +109,7 @@ class PrepareKernel:
         of_row, d_lse = statistic_of(ops.lse, spec.q_layout, extent, head, here), Float32(0.0)
         if const_expr(ops.d_lse is not None):
             d_lse = statistic_of(ops.d_lse, spec.q_layout, extent, head, here)
-        if sums_too:
-            self.row_sums(ops, head, extent, first_row, totals, thread)
+        self.row_sums(ops, head, extent, first_row, totals, thread)
         cute.arch.sync_threads()
         partial, line = Float32(0.0), ops.statistics.iterator + Int64(record) * statistics_words(tiles)
         lse_line = cute.make_tensor(line, cute.make_layout(tiles.q))
@@ -120,9 +118,7 @@ class PrepareKernel:
             lse_log2, delta = Float32.inf, Float32(0.0)
             if first_row + row <= last and of_row != -Float32.inf:
                 lse_log2, delta = of_row * Float32(LOG2_E), totals[row] - d_lse
-            lse_line[row] = lse_log2
-            if sums_too:
-                delta_line[row] = delta
+            lse_line[row], delta_line[row] = lse_log2, delta
             lse[row] = Float32(0.0) if lse_log2 == Float32.inf else lse_log2
             if const_expr(spec.sink):
                 share = cute.math.exp2(ops.sink[head] * Float32(LOG2_E) - lse_log2, fastmath=True)

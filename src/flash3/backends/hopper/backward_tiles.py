@@ -135,20 +135,17 @@ def converts_behind(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
     return clears_ahead(spec, tiles) and not tiles.persistent and tiles.split is Split.KEYS and "behind" in LAB
 
 
-def prepares_ahead(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
-    """Whether tiles also make L and D ahead of each other. A sink's gradient wants sums of whole blocks."""
-    return converts_behind(spec, tiles) and not spec.sink and "ahead" in LAB
-
-
 def starts_early(tiles: BackwardTiles) -> bool:
     """Whether a block issues its first loads before anything else."""
     return not tiles.persistent and tiles.split is Split.KEYS and "early" in LAB
 
 
 import os
-LAB = os.environ.get("LAB", "early,behind,read,ahead")
+LAB = os.environ.get("LAB", "early,behind")
 
 
+ZERO_WORDS = int(os.environ.get("LABZ", "256"))
+"""float32 zeros in shared memory, which bulk copies put into the sum (backward_clear)."""
 PIECE_FOURS = 2
 """float4s of each of a consumer's threads in a piece of the sum (backward_behind)."""
 PIECE_WORDS = PIECE_FOURS * 4 * 128

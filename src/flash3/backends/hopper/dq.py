@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from .backward_barriers import BackwardBarrierId
 from .backward_order import Turns
@@ -62,69 +62,6 @@ class HandOver:
         cute.autovec_copy(in_fours(dQ), self.slot)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier_arrive(barrier_id=BackwardBarrierId.SLOT_FULL + self.consumer, number_of_threads=HANDOVER_THREADS)
-
-
-@dataclass
-class TurnHandOver:
-    """HandOver for consumers in turn, whose named barriers are taken: by mbarriers."""
-
-    slot: cute.Tensor  # as HandOver's
-    full: cute.Pointer
-    free: cute.Pointer
-    round: Int32  # parity of how often the slot was filled
-
-    @cute.jit
-    def add(self, dQ: cute.Tensor, record: Int32):
-        cute.arch.mbarrier_wait(self.free, self.round ^ 1)
-        cute.autovec_copy(in_fours(dQ), self.slot)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.full)
-        self.round = self.round ^ 1
-
-
-@dataclass
-class TurnSender:
-    """The warp that adds what consumers in turn hand over, one after the other. Each one's first share in a tile is 0, of no block."""
-
-    sum: cute.Tensor
-    slots: cute.Tensor  # (half, consumer) in shared memory
-    full: cute.Pointer  # of consumer 0; the next one's lies behind it, and so do `free`
-    free: cute.Pointer
-    lane: Int32
-    round: Int32
-    spec: cutlass.Constexpr[BackwardSpec]
-    tiles: cutlass.Constexpr[BackwardTiles]
-
-    @cute.jit
-    def send(self, record: Int32, some: Boolean):
-        words = self.tiles.q * self.spec.qk_width
-        for w in cutlass.range_constexpr(self.tiles.consumers):
-            cute.arch.mbarrier_wait(self.full + w, self.round)
-            if self.lane == 0:
-                if some:
-                    bulk_reduce_add(half_of(self.sum, record, w, words), self.slots[None, w].iterator, 2 * words)
-                    cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.mbarrier_arrive(self.free + w)
-            cute.arch.sync_warp()
-        self.round = self.round ^ 1
-
-
-@cute.jit
-def send_all_in_turn(sender: TurnSender, record: Int32, blocks: QueryBlocks, heads: Int32, q_blocks: Int32):
-    """send_all, each block's dQ beside the next block."""
-    count = blocks.count()
-    before, some = record, Boolean(False)
-    for head in cutlass.range(heads, unroll=1):
-        for i in cutlass.range(count, unroll=1):
-            sender.send(before, some)
-            before = record + head * q_blocks + block_at(blocks, i, sender.spec, sender.tiles, cutlass.min, cutlass.max)
-            some = Boolean(True)
-    if count > 0:
-        sender.send(before, some)
-    return sender
 
 
 @dataclass
