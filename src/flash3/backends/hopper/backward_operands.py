@@ -52,6 +52,7 @@ class RowOperands:
     sink: object  # float32 (heads,) or None
     statistics: cute.Tensor  # float32 (heads · q_blocks, statistics_words)
     dq_sum: cute.Tensor  # float32 (heads · q_blocks, q · qk_width): dQ / scale, in the order of the matmul's registers
+    order: object  # int32 (key tiles,), or None: backward_rank
     q_arrays: SequenceArrays
     k_arrays: SequenceArrays
     sizes: BackwardSizes
@@ -84,6 +85,7 @@ class BackwardOperands:
     dq: cute.Tensor  # like q
     statistics: cute.Tensor
     dq_sum: cute.Tensor
+    order: object
     q_arrays: SequenceArrays
     k_arrays: SequenceArrays
     sizes: BackwardSizes
@@ -91,4 +93,3 @@ class BackwardOperands:
     scale: Float32
     scale_log2: Float32
     tanh_scale: Float32
-    rows: object  # RowOperands, for backward_ahead

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem, Request
-from ...sequences import Packed, SequenceKind
+from ...sequences import Packed, SequenceKind, Sequences
 from ..base import Gradients, Saved
 from . import backward_launch
 from .arguments import arrays_of, layout_of, tma_ready, with_columns
-from .backward_tiles import BackwardSpec, BackwardTiles, statistics_words
+from .backward_tiles import BackwardSpec, BackwardTiles, is_ranked, statistics_words
 from .tiles import SequenceLayout
 
 MOST_HEADS = 65535
@@ -65,9 +65,9 @@ class Backward:
         if self.nothing:
             self._sink_alone(request, saved, gradients)
             return
-        width = spec_of(self.problem, *layouts).qk_width
-        q, k = with_columns(request.q, request.k, width, layouts)
-        statistics, words = self._workspace(request, width)
+        spec = spec_of(self.problem, *layouts)
+        q, k = with_columns(request.q, request.k, spec.qk_width, layouts)
+        statistics, words = self._workspace(request, spec.qk_width)
         dq, dk, dv = (
             torch.empty(t.shape, dtype=t.dtype, device=t.device) if g is None else g
             for t, g in ((request.q, gradients.dq), (request.k, gradients.dk), (request.v, gradients.dv))
@@ -78,7 +78,7 @@ class Backward:
             saved.lse.contiguous(),
             None if d_lse is None else d_lse.float().contiguous(),
             request.sink,
-            *(dq, dk, dv, statistics, words),
+            *(dq, dk, dv, statistics, words, self._order(request, spec)),
             *(arrays_of(s) for s in (request.q_sequences, request.k_sequences)),
             self.numbers,
         )
@@ -109,13 +109,21 @@ class Backward:
             heads = seen.movedim(-2, 0).flatten(1)
             gradients.d_sink.copy_(heads.sum(1, dtype=torch.float64))
 
+    def _blocks(self, rows: Tensor, sequences: Sequences, size: int) -> int:
+        """blocklist.num_blocks, on the host."""
+        batch = self.problem.sizes.batch
+        return rows.shape[0] // size + batch if isinstance(sequences, Packed) else -(-rows.shape[1] // size) * batch
+
+    def _order(self, request: Request, spec: BackwardSpec) -> Tensor | None:
+        """Room for the ranks of the key tiles."""
+        if not is_ranked(spec, self.tiles):
+            return None
+        num_tiles = self._blocks(request.k, request.k_sequences, self.tiles.kv)
+        return torch.empty(num_tiles, dtype=torch.int32, device=request.k.device)
+
     def _workspace(self, request: Request, width: int) -> tuple[Tensor, Tensor]:
         """Statistics and the float32 sum of dQ, `width` columns of it: a record for each head and block of queries."""
-        q, tiles, sizes = request.q, self.tiles, self.problem.sizes
-        if isinstance(request.q_sequences, Packed):
-            blocks = q.shape[0] // tiles.q + sizes.batch
-        else:
-            blocks = -(-q.shape[1] // tiles.q) * sizes.batch
-        records = blocks * sizes.heads_q
+        q, tiles = request.q, self.tiles
+        records = self._blocks(q, request.q_sequences, tiles.q) * self.problem.sizes.heads_q
         statistics = torch.empty(records, statistics_words(tiles), dtype=torch.float32, device=q.device)
         return statistics, torch.empty(records, tiles.q * width, dtype=torch.float32, device=q.device)

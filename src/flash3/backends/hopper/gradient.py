@@ -39,6 +39,7 @@ class Gradient:
         mdV,
         mStatistics,
         mSum,
+        mOrder,
         q_arrays: Arrays,
         k_arrays: Arrays,
         numbers: BackwardNumbers,
@@ -57,12 +58,10 @@ class Gradient:
             return sequence_arrays(q_arrays), sequence_arrays(k_arrays), sizes, self.mask_numbers(numbers)
 
         scales = numbers.scale_log2, numbers.tanh_scale
-        def rows():
-            return RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mSum, *sides(), *scales)
-
-        PrepareKernel(spec, tiles).launch(rows(), blocks, heads, stream)
+        before = RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mSum, mOrder, *sides(), *scales)
+        PrepareKernel(spec, tiles).launch(before, blocks, heads, stream)
         loads = self.loads(mQ, mK, mV, mdO)
-        main = BackwardOperands(*loads, *self.stores(mdK, mdV), mdQ, mStatistics, mSum, *sides(), numbers.scale, *scales, rows())
+        main = BackwardOperands(*loads, *self.stores(mdK, mdV), mdQ, mStatistics, mSum, mOrder, *sides(), numbers.scale, *scales)
         key_tiles = blocklist.num_blocks(spec.k_layout, mK.shape[-3], batch, tiles.kv)
         BackwardKernel(spec, tiles).launch(main, key_tiles, kv_heads, numbers.multiprocessors, stream)
         q_side, _, sizes, _ = sides()
