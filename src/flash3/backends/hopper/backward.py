@@ -172,7 +172,8 @@ class Parts:
         bounds = bounds_of(replace(ops.mask), tile.q.length, tile.k.length)
         mask = TransposedMask(tile.kv_block * tiles.kv, first_key, self.first_column, tile.k.length, bounds, spec)
         record = tile.record + Int32(0)
-        return Weights(self.buffers.L, ops.statistics, record, mask, self.first_column, ops.scale_log2, ops.tanh_scale, spec, tiles)
+        fixed = mask, self.first_column, ops.scale_log2, ops.tanh_scale, spec, tiles
+        return Weights(self.buffers.L, ops.dq, tile.q, ops.sizes, record, *fixed)
 
     def consumer(self) -> Consumer:
         K_dq, dS_dq = self.dq_operands()

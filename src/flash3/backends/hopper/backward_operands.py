@@ -51,6 +51,7 @@ class RowOperands:
     d_lse: object  # like lse, or None
     sink: object  # float32 (heads,) or None
     statistics: cute.Tensor  # float32 (heads · q_blocks, statistics_words)
+    dq: cute.Tensor  # like q: second parts of L₂ until it is written
     dq_sum: cute.Tensor  # float32 (heads · q_blocks, q · qk_width): dQ / scale, in the order of the matmul's registers
     order: object  # int32 (key tiles,), or None: backward_rank
     q_arrays: SequenceArrays

@@ -126,8 +126,8 @@ TURN_WORD, COUNTER_WORD = 2, 3
 
 
 def statistics_words(tiles: BackwardTiles) -> int:
-    """float32 words of a block's record: L of its rows and the tail, D, and the second part of L."""
-    return 3 * tiles.q + STATISTICS_TAIL
+    """float32 words of a block's record: L of its rows and the tail, and D."""
+    return 2 * tiles.q + STATISTICS_TAIL
 
 
 def clears_ahead(spec: BackwardSpec, tiles: BackwardTiles) -> bool:

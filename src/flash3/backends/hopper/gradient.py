@@ -58,7 +58,7 @@ class Gradient:
             return sequence_arrays(q_arrays), sequence_arrays(k_arrays), sizes, self.mask_numbers(numbers)
 
         scales = numbers.scale_log2, numbers.tanh_scale
-        before = RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mSum, mOrder, *sides(), *scales)
+        before = RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mdQ, mSum, mOrder, *sides(), *scales)
         PrepareKernel(spec, tiles).launch(before, blocks, heads, stream)
         loads = self.loads(mQ, mK, mV, mdO)
         main = BackwardOperands(*loads, *self.stores(mdK, mdV), mdQ, mStatistics, mSum, mOrder, *sides(), numbers.scale, *scales)

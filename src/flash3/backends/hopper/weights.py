@@ -4,11 +4,15 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from ... import mask
-from .backward_tiles import STATISTICS_TAIL, BackwardSpec, BackwardTiles, statistics_words
+from ...sequences import SequenceKind
+from .backward_operands import BackwardSizes
+from .backward_tiles import BackwardSpec, BackwardTiles
+from .extents import Extent
 from .fragments import ROW_STEP, ROWS_PER_THREAD, as_rows, convert
+from .rows import row_of
 
 UNSEEN = 1 << 30
 """First row that sees a key past the end of the keys."""
@@ -57,7 +61,9 @@ class Weights:
     """Scores → P, for one thread's part of Sᵀ."""
 
     rows: cute.Tensor  # L₂ and its tail beside each stage of Q: (words, stage)
-    statistics: cute.Tensor  # (heads · q_blocks, words), for the second part of L₂
+    dq: cute.Tensor  # as the framework has it: the second parts of L₂
+    queries: Extent  # of the sequence
+    sizes: BackwardSizes
     record: Int32  # of the head's block 0
     mask: TransposedMask
     first_column: Int32
@@ -76,7 +82,9 @@ class Weights:
             for i in cutlass.range_constexpr(cute.size(S)):
                 S[i] = rcp_of_cap(S[i], self.tanh_scale)
         rows, lse = as_rows(S), read_rows(self.rows, stage, self.first_column, self.tiles)
-        limits, rest = self.mask.limits(q_block * self.tiles.q), self.rest_of(q_block)
+        limits, rest = self.mask.limits(q_block * self.tiles.q), None
+        if const_expr(coarse):
+            rest = self.rest_of(q_block, stage)
         pair = cute.make_rmem_tensor(2, Float32)
         for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
             for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
@@ -96,10 +104,28 @@ class Weights:
                         rows[r, c + e] = p * (Float32(4.0) * score * (Float32(1.0) - score))
                 convert(pair, cute.make_tensor(P.iterator + 2 * (c + r), cute.make_layout(2)))
 
-    def rest_of(self, q_block: Int32):
-        """The second part of L, in global memory: column first_column + 8j + e at (e, j)."""
-        start = Int64(self.record + q_block) * statistics_words(self.tiles) + (2 * self.tiles.q + STATISTICS_TAIL) + self.first_column
-        return cute.make_tensor((self.statistics.iterator + start).align(8), cute.make_layout((2, self.tiles.q // 8), stride=(1, 8)))
+    @cute.jit
+    def rest_of(self, q_block: Int32, stage: Int32):
+        """The second part of L₂, from global memory: that of column first_column + 8j + e at (e, j)."""
+        found = cute.make_rmem_tensor((2, self.tiles.q // 8), Float32)
+        found.fill(0.0)
+        if self.rows[self.tiles.q, stage] != Float32(0.0):
+            layout, z, q = self.spec.q_layout, self.sizes, self.queries
+            head = self.record // z.q_blocks
+            if const_expr(layout.kind is SequenceKind.DENSE):  # a persistent block's sequences change
+                q = Extent((self.record - head * z.q_blocks) // (z.q_blocks // z.batch), Int32(0), q.length)
+            first_row = q_block * self.tiles.q + self.first_column
+            for j in cutlass.range_constexpr(self.tiles.q // 8):
+                for e in cutlass.range_constexpr(2):
+                    row = cutlass.min(first_row + (8 * j + e), q.length - 1)
+                    found[e, j] = second_part_at(self.dq, layout, q, head, row)[0]
+        return found
+
+
+def second_part_at(dq, layout, extent: Extent, head, row):
+    """Where the second part of a row's L₂ waits: in the row's own dQ, which is written when nobody reads it any more."""
+    place = row_of(dq, layout, extent, head, row).iterator.align(4)
+    return cute.make_tensor(cute.recast_ptr(place, dtype=Float32), cute.make_layout(1))
 
 
 @cute.jit
