@@ -13,7 +13,7 @@ from .configurations import CAUSAL, CHUNK, FULL, PACKED, PACKED_USED, PADDED, PA
 
 BackwardConfiguration = tuple[BackwardSpec, BackwardTiles]
 BACKWARD: dict[str, BackwardConfiguration] = {}
-LONG, SHORT = 8192, 512
+LONG, MIDDLE, SHORT = 8192, 1024, 512
 """Lengths whose tiles are listed."""
 
 
@@ -48,6 +48,8 @@ def _dense() -> None:
             if width == 64:
                 _add_other_blocks(f"backward_{width}_{mask.value}_short", spec, short)
             _add_other_blocks(f"backward_{width}_{mask.value}", spec, tiles)
+    spec = _spec(128, CAUSAL)
+    _add("backward_128_causal_middle", spec, backward_budget.choose(spec, MIDDLE))
 
 
 def _features() -> None:

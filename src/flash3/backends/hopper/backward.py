@@ -55,7 +55,6 @@ from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_schedule import KeyDispatcher, KeyFollower
 from .backward_tiles import (
     COUNTER_WORD,
-    LAB,
     PIECE_STAGES,
     PIECE_WORDS,
     STATISTICS_TAIL,
@@ -313,7 +312,7 @@ class BackwardKernel:
         q_pipe = pipe(tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
         do_pipe = pipe(tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
         k_in = k_out = v_in = v_out = None
-        if const_expr(not starts_early(tiles)):
+        if const_expr(not starts_early(spec, tiles)):
             k_in, k_out = pipe(tiles.kv_stages, size * tiles.kv * spec.qk_width).make_participants()
             v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
         box = work_in = work_out = None
@@ -355,14 +354,14 @@ class BackwardKernel:
                 self.consume_tiles(parts, keys, KeyFollower(Int32(0), box, work_out))
             else:
                 self.consume_tile(parts, keys, me)
-            cute.arch.cp_async_bulk_wait_group(0, read="read" in LAB)
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
     def produce_tile(self, ops, load: Loads, first: FirstStage):
         """The block's only tile."""
         tile = self.tile(ops)
         if self.exists(tile):
-            if const_expr(starts_early(self.tiles)):
+            if const_expr(starts_early(self.spec, self.tiles)):
                 blocks = self.blocks(ops, tile)
                 begin_tile(load, tile, blocks, first, self.spec, self.tiles)
                 load = produce_begun(load, tile, blocks, first, self.spec, self.tiles)
@@ -418,9 +417,6 @@ class BackwardKernel:
     @cute.jit
     def help_tile(self, ops, buffers, tile: KeyTile, spare_warp):
         lane = cute.arch.lane_idx()
-        if const_expr("fetch" in LAB):
-            if spare_warp == self.tiles.spare_warps - 1:
-                self.prefetch_next(ops, buffers, lane)
         if spare_warp == 0:
             make_zeros(buffers.zeros, lane)
             self.clear_column_ahead(ops, buffers, tile, lane)
@@ -454,25 +450,6 @@ class BackwardKernel:
             say_cleared(ops.statistics, record, lane, self.tiles)
 
     @cute.jit
-    def prefetch_next(self, ops, buffers, thread):
-        """Into the L2, what the block that may follow on this multiprocessor loads first."""
-        z = ops.sizes
-        index, kv_head, _ = cute.arch.block_idx()
-        num_tiles, _, _ = cute.arch.grid_dim()
-        index = index + kv_head * num_tiles + z.multiprocessors
-        kv_head = index // num_tiles
-        if kv_head < z.kv_heads:
-            tile = self.key_tile(ops, index - kv_head * num_tiles, kv_head)
-            load = self.loads(ops, buffers, None, None, None, None, thread)
-            load.k.prefetch(tile.kv_block, tile.kv_head, tile.k)
-            load.v.prefetch(tile.kv_block, tile.kv_head, tile.k)
-            if tile.kv_block == 0:
-                q_head = tile.kv_head * self.spec.heads_per_kv
-                block = self.blocks(ops, tile).first
-                load.q.prefetch(block, q_head, tile.q)
-                load.do.prefetch(block, q_head, tile.q)
-
-    @cute.jit
     def convert_column_behind(self, ops, buffers, tile: KeyTile, warp_number, lane):
         """One spare warp's part; the last of them says at the end that this tile has added to its own column."""
         spec, tiles, z = self.spec, self.tiles, ops.sizes
@@ -500,7 +477,7 @@ class BackwardKernel:
         if self.exists(tile):
             blocks = self.blocks(ops, tile)
             coarse = self.is_coarse(ops, tile, blocks)
-            if const_expr(not starts_early(self.tiles)):
+            if const_expr(not starts_early(self.spec, self.tiles)):
                 keys.wait()
             if const_expr(self.tiles.split is Split.KEYS):
                 self.by_keys(parts, blocks, coarse)

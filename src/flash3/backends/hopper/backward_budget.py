@@ -28,10 +28,11 @@ WIDTHS = (32, 64, 96, 128, 192, 256)
 NARROW, WIDE, WIDEST = 64, 128, 256
 WORK_WORDS = 4
 """int32 words of the box that carries a tile's number to the consumers, of which one is used."""
-IN_TURN_FROM = 16
-"""Blocks of queries in the mean walk of a tile, over all heads: the first and the last turns, in which one consumer waits, must pay."""
-PERSISTENT_FROM = 64
-"""The same, for persistent blocks of width 128."""
+NARROW_TURNS_FROM, WIDE_TURNS_FROM = 8, 32
+"""Blocks of queries, over all heads, in the mean walk of a tile; of width 128 in the longest: the first and the last turns, in which one
+consumer waits, must pay."""
+WIDE_PERSISTENT_FROM = 8
+"""Blocks in the mean walk under a causal mask, where tiles are of unlike lengths."""
 BLOCK_STAGES = 2
 """Split.KEYS: of Q, dO and dS, which go together: one place in the ring for all three, and 2, so that its number is dS's parity too."""
 BESIDE_ACCUMULATORS = 12
@@ -57,14 +58,13 @@ def choose(spec: BackwardSpec, q_len: int) -> BackwardTiles:
     tiles = BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path)
     if spec.deterministic or spec.softcap or spec.mask_kind not in (MaskKind.FULL, MaskKind.CAUSAL):
         return tiles
-    walk = q_len * spec.heads_per_kv // tiles.q // (2 if spec.mask_kind is MaskKind.CAUSAL else 1)
-    in_turn = walk >= IN_TURN_FROM
-    if spec.is_ragged:
-        persistent = False
-    elif spec.qk_width < WIDE:  # turns leave no register for what a persistent block must remember; causal, they were slow in whole calls
-        persistent = not in_turn and spec.mask_kind is MaskKind.FULL
-    else:  # its float32 sum of dQ is cleared before, not beside (backward_clear): only long calls pay for that
-        persistent = walk >= PERSISTENT_FROM
+    causal, longest = spec.mask_kind is MaskKind.CAUSAL, q_len * spec.heads_per_kv // tiles.q
+    mean = longest // 2 if causal else longest
+    if spec.qk_width < WIDE:  # turns leave no register for what a persistent block must remember
+        in_turn, persistent = mean >= NARROW_TURNS_FROM, False
+    else:
+        in_turn = longest >= WIDE_TURNS_FROM
+        persistent = not spec.is_ragged and (in_turn or (causal and mean >= WIDE_PERSISTENT_FROM))
     return replace(tiles, order=Order.IN_TURN if in_turn else Order.TOGETHER, kv_stages=2 if persistent else 1)
 
 

@@ -38,6 +38,8 @@ class FinishKernel:
         spec, tiles, z = self.spec, self.tiles, ops.sizes
         thread, _, _ = cute.arch.thread_idx()
         index, head, _ = cute.arch.block_idx()
+        blocks, heads, _ = cute.arch.grid_dim()
+        index, head = blocks - 1 - index, heads - 1 - head  # what was added last may still be in the L2
         layout = backward_storage.q_layout(spec, tiles, 1)
         smem = SmemAllocator()
         rows = smem.allocate_tensor(storage.ELEMENTS[spec.dtype], layout.outer, budget.ALIGNMENT_BYTES, swizzle=layout.inner)
@@ -45,9 +47,8 @@ class FinishKernel:
         extent = extent_of(ops.q_arrays, spec.q_layout, batch, z.q_rows)
         first_row = (index - blocklist.first_block(spec.q_layout, ops.q_arrays, batch, z.q_rows, tiles.q)) * tiles.q
         is_left = Boolean(True)
-        if const_expr(converts_behind(spec, tiles)):  # the grid holds the last heads only
-            _, some, _ = cute.arch.grid_dim()
-            head = ops.dq.shape[-2] - some + head
+        if const_expr(converts_behind(spec, tiles)):  # the grid holds the last heads only, and of the first of them some columns are done
+            head = ops.dq.shape[-2] - heads + head
             is_left = head // spec.heads_per_kv * z.batch + batch + z.columns_ahead >= z.kv_heads * z.batch
         cute.arch.griddepcontrol_wait()
         if first_row < extent.length and is_left:

@@ -36,7 +36,6 @@ class BackwardSizes:
     kv_heads: Int32
     q_blocks: Int32  # blocks of queries in the batch (blocklist), for each head
     columns_ahead: Int32  # backward_clear
-    multiprocessors: Int32
 
 
 @dataclass

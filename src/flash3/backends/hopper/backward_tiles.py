@@ -131,25 +131,22 @@ def statistics_words(tiles: BackwardTiles) -> int:
 
 
 def clears_ahead(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
-    """Whether tiles clear the sum of dQ ahead of each other: it is added up in no order, and columns are of one size."""
+    """Whether tiles clear the sum of dQ ahead of each other (backward_clear): it is added up in no order, and columns are of one size."""
     return tiles.dq_path is not DqPath.ORDERED and not spec.is_ragged
 
 
 def converts_behind(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
-    """Whether a tile converts a slice of an earlier column: where it clears one of a later, and there is room for the pieces."""
-    return clears_ahead(spec, tiles) and not tiles.persistent and tiles.split is Split.KEYS and "behind" in LAB
+    """Whether tiles convert the sum of dQ behind each other (backward_behind): where it pays, and there is room for the pieces."""
+    pays = tiles.order is Order.IN_TURN or (tiles.split is Split.KEYS and spec.softcap)  # with a softcap ptxas also spills less then
+    return clears_ahead(spec, tiles) and not tiles.persistent and pays
 
 
-def starts_early(tiles: BackwardTiles) -> bool:
-    """Whether a block issues its first loads before anything else."""
-    return not tiles.persistent and tiles.split is Split.KEYS and "early" in LAB
+def starts_early(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
+    """Whether a block waits for K with its first Q, and for V with its first dO: where that pays."""
+    return not tiles.persistent and tiles.split is Split.KEYS and tiles.order is Order.TOGETHER and not spec.softcap
 
 
-import os
-LAB = os.environ.get("LAB", "early,behind")
-
-
-ZERO_WORDS = int(os.environ.get("LABZ", "256"))
+ZERO_WORDS = 256
 """float32 zeros in shared memory, which bulk copies put into the sum (backward_clear)."""
 PIECE_FOURS = 2
 """float4s of each of a consumer's threads in a piece of the sum (backward_behind)."""

@@ -54,7 +54,7 @@ class Gradient:
 
         def sides():
             """A kernel that is traced rebinds what it is given: each one gets its own."""
-            sizes = BackwardSizes(mQ.shape[-3], mK.shape[-3], batch, kv_heads, blocks, ahead, numbers.multiprocessors)
+            sizes = BackwardSizes(mQ.shape[-3], mK.shape[-3], batch, kv_heads, blocks, ahead)
             return sequence_arrays(q_arrays), sequence_arrays(k_arrays), sizes, self.mask_numbers(numbers)
 
         scales = numbers.scale_log2, numbers.tanh_scale

@@ -74,15 +74,6 @@ class StagedLoad:
         )
         cute.copy(self.atom, source, target[None, stage], tma_bar_ptr=barrier)
 
-    @cute.jit
-    def prefetch(self, block: Int32, head: Int32, extent: Extent):
-        """Into the L2."""
-        rows = tile_of(self.tensor, self.tile, block, 0, head, extent, self.layout)
-        _, source = cpasync.tma_partition(
-            self.atom, 0, cute.make_layout(1), cute.group_modes(self.buffer, 0, 2), cute.group_modes(rows, 0, 2)
-        )
-        cute.prefetch(self.atom, source)
-
 
 @dataclass
 class StagedRead:

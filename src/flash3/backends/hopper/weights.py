@@ -56,6 +56,11 @@ def read_rows(rows: cute.Tensor, stage: Int32, first_column: Int32, tiles: cutla
     return mine
 
 
+def pair_of_rows(rows: cute.Tensor, stage: Int32, column):
+    """The statistics of two neighbouring columns, in shared memory."""
+    return cute.make_tensor((rows[None, stage].iterator + column).align(8), cute.make_layout(2))
+
+
 @dataclass
 class Weights:
     """Scores → P, for one thread's part of Sᵀ."""
@@ -81,19 +86,26 @@ class Weights:
         if const_expr(self.spec.softcap):  # r = 1 / (1 + e^2x): tanh x = 1 − 2r, and its slope is 4r·(1 − r)
             for i in cutlass.range_constexpr(cute.size(S)):
                 S[i] = rcp_of_cap(S[i], self.tanh_scale)
-        rows, lse = as_rows(S), read_rows(self.rows, stage, self.first_column, self.tiles)
+        rows, lse = as_rows(S), None
+        if const_expr(not self.spec.softcap):
+            lse = read_rows(self.rows, stage, self.first_column, self.tiles)
         limits, rest = self.mask.limits(q_block * self.tiles.q), None
         if const_expr(coarse):
             rest = self.rest_of(q_block, stage)
         pair = cute.make_rmem_tensor(2, Float32)
         for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
+            here = cute.make_rmem_tensor(2, Float32)
+            if const_expr(self.spec.softcap):  # registers are few
+                cute.autovec_copy(pair_of_rows(self.rows, stage, self.first_column + 4 * c), here)
+            else:
+                here[0], here[1] = lse[c], lse[c + 1]
             for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
                 for e in cutlass.range_constexpr(2):
                     score = rows[r, c + e]
                     if const_expr(self.spec.softcap):
-                        exponent = (Float32(1.0) - Float32(2.0) * score) * self.scale_log2 - lse[c + e]
+                        exponent = (Float32(1.0) - Float32(2.0) * score) * self.scale_log2 - here[e]
                     else:
-                        exponent = score * self.scale_log2 - lse[c + e]
+                        exponent = score * self.scale_log2 - here[e]
                     if const_expr(coarse):
                         exponent = exponent - rest[e, c // 2]
                     if const_expr(masked):
