@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from flash3.backends.hopper.backward_clear import SPARE_WARPS, WAVES, columns_ahead, slice_of, slices_of
+from flash3.backends.hopper.backward_clear import WAVES, columns_ahead, slice_of, slices_of
+from flash3.mask import MaskKind
 
 CASES = [(1, 1, 1), (1, 300, 2), (4, 512, 8), (16, 128, 32), (64, 32, 128), (512, 4, 1024), (3, 50, 1), (5, 40, 7)]
 """Tiles of a column, columns, blocks of queries of a head."""
@@ -16,7 +17,8 @@ CASES = [(1, 1, 1), (1, 300, 2), (4, 512, 8), (16, 128, 32), (64, 32, 128), (512
 
 @pytest.mark.parametrize(("num_tiles", "columns", "blocks"), CASES)
 @pytest.mark.parametrize("multiprocessors", [1, 4, 132])
-def test_cleared_once_and_before(num_tiles: int, columns: int, blocks: int, multiprocessors: int) -> None:
+@pytest.mark.parametrize("kind", [MaskKind.FULL, MaskKind.CAUSAL, MaskKind.WINDOW])
+def test_cleared_once_and_before(num_tiles: int, columns: int, blocks: int, multiprocessors: int, kind: MaskKind) -> None:
     ahead = columns_ahead(num_tiles, multiprocessors)
     cleared = {column: [0] * blocks for column in range(columns)}
     counters = dict.fromkeys(range(columns), 0)
@@ -26,15 +28,21 @@ def test_cleared_once_and_before(num_tiles: int, columns: int, blocks: int, mult
     for launched in range(columns * num_tiles):
         column, kv_block = launched // num_tiles + ahead, launched % num_tiles
         if column < columns:
-            first, end = slice_of(kv_block, blocks, num_tiles)
+            first, end = slice_of(kv_block, blocks, num_tiles, kind)
             for block in range(first, end):
                 cleared[column][block] += 1
-            counters[column] += SPARE_WARPS
+            counters[column] += 1
             last_clearer[column] = launched
     assert all(times == [1] * blocks for times in cleared.values())
     assert set(counters.values()) == {slices_of(num_tiles)}
     for column, launched in last_clearer.items():
         assert launched == -1 or launched + WAVES * multiprocessors < column * num_tiles
+
+
+def test_causal_slices_are_as_long_as_their_tiles() -> None:
+    """The first of eight tiles is seen by every block of queries, the last by an eighth of them."""
+    sizes = [end - first for first, end in (slice_of(i, 640, 8, MaskKind.CAUSAL) for i in range(8))]
+    assert sizes == [150, 130, 110, 90, 70, 50, 30, 10]
 
 
 class Persistent:
@@ -71,7 +79,7 @@ class Persistent:
         if kind == "clear":
             column = self.to_clear.pop(i) // self.num_tiles + self.ahead
             if column < len(self.counters):
-                self.counters[column] += SPARE_WARPS
+                self.counters[column] += 1
             return
         index = self.at[i]
         assert index is not None

@@ -463,7 +463,7 @@ class BackwardKernel:
             pieces, full = buffers.pieces[None, None, warp_number], buffers.pieces_full + PIECE_STAGES * warp_number
             converter = Converter(pieces, full, ops.dq, ops.dq_sum, ops.scale, warp_number, lane, spec, tiles)
             extent = Extent(batch, Int32(0), tile.q.length)
-            converter.slice(ops.statistics, record, extent, kv_head * spec.heads_per_kv, z.q_blocks, first, end, num_tiles)
+            converter.take_over(ops.statistics, record, extent, kv_head * spec.heads_per_kv, z.q_blocks, first, end, num_tiles)
         if const_expr(not tiles.has_sender):
             if warp_number == tiles.spare_warps - 1:
                 wait_added()

@@ -23,6 +23,13 @@ from .fragments import convert
 from .roles import WARPGROUP_THREADS
 from .rows import row_of
 
+
+def place_of(piece, pieces: int):
+    """(consumer, first float4) of a piece, of so many in a block."""
+    consumer = piece // (pieces // 2)
+    return consumer, (piece - consumer * (pieces // 2)) * PIECE_FOURS
+
+
 def heads_left(heads, kv_heads, batch, ahead, minimum=min):
     """Query heads of the last columns, those that no tile converts: all from heads − this on hold some."""
     return heads // kv_heads * minimum(kv_heads, (ahead + batch - 1) // batch)
@@ -67,9 +74,11 @@ class Converter:
             bulk_load(self.pieces[None, stage].iterator, (self.dq_sum.iterator + words).align(16), barrier, 4 * PIECE_WORDS)
 
     @cute.jit
-    def slice(self, statistics: cute.Tensor, record: Int32, extent: Extent, first_head: Int32, q_blocks: Int32, first: Int32, end: Int32,
-              num_tiles: Int32):  # fmt: skip
-        """Blocks [first, end) of each query head of a column. record: of its first head's block 0."""
+    def take_over(
+        self, statistics: cute.Tensor, record: Int32, extent: Extent, first_head: Int32, q_blocks: Int32, first: Int32, end: Int32,
+        num_tiles: Int32,
+    ):  # fmt: skip
+        """This warp's share of blocks [first, end) of each query head of a column. record: of its first head's block 0."""
         wait_for(done_counter(statistics, record, self.tiles), num_tiles)
         cute.arch.fence_proxy("async.global")
         step = self.tiles.spare_warps
@@ -100,11 +109,9 @@ class Converter:
 
     @cute.jit
     def convert(self, extent: Extent, head: Int32, block: Int32, piece: Int32, stage: Int32):
-        """A piece: float4s `fours` … of all threads of one consumer."""
+        """A piece, into its rows of dQ: the fragments of one consumer's matmul, four warps side by side."""
         spec, tiles = self.spec, self.tiles
-        per_half = self.pieces_of_block() // 2
-        consumer = piece // per_half
-        four = (piece - consumer * per_half) * PIECE_FOURS
+        consumer, four = place_of(piece, self.pieces_of_block())
         source = (self.pieces[None, stage].iterator + 4 * self.lane).align(16)
         element, width = storage.ELEMENTS[spec.dtype], self.dq.shape[-1]
         values, words = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, element)

@@ -67,7 +67,7 @@ class Weights:
 
     rows: cute.Tensor  # L₂ and its tail beside each stage of Q: (words, stage)
     dq: cute.Tensor  # as the framework has it: the second parts of L₂
-    queries: Extent  # of the sequence
+    queries: Extent  # of a ragged sequence
     sizes: BackwardSizes
     record: Int32  # of the head's block 0
     mask: TransposedMask
@@ -89,9 +89,7 @@ class Weights:
         rows, lse = as_rows(S), None
         if const_expr(not self.spec.softcap):
             lse = read_rows(self.rows, stage, self.first_column, self.tiles)
-        limits, rest = self.mask.limits(q_block * self.tiles.q), None
-        if const_expr(coarse):
-            rest = self.rest_of(q_block, stage)
+        limits = self.mask.limits(q_block * self.tiles.q)
         pair = cute.make_rmem_tensor(2, Float32)
         for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
             here = cute.make_rmem_tensor(2, Float32)
@@ -99,6 +97,8 @@ class Weights:
                 cute.autovec_copy(pair_of_rows(self.rows, stage, self.first_column + 4 * c), here)
             else:
                 here[0], here[1] = lse[c], lse[c + 1]
+            if const_expr(coarse):
+                rest = self.rest_of(q_block * self.tiles.q + self.first_column + 4 * c, stage)
             for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
                 for e in cutlass.range_constexpr(2):
                     score = rows[r, c + e]
@@ -107,7 +107,7 @@ class Weights:
                     else:
                         exponent = score * self.scale_log2 - here[e]
                     if const_expr(coarse):
-                        exponent = exponent - rest[e, c // 2]
+                        exponent = exponent - rest[e]
                     if const_expr(masked):
                         exponent = cutlass.select_(self.mask.sees(limits, r, c + e), exponent, -Float32.inf)
                     p = cute.math.exp2(exponent, fastmath=True)
@@ -117,20 +117,17 @@ class Weights:
                 convert(pair, cute.make_tensor(P.iterator + 2 * (c + r), cute.make_layout(2)))
 
     @cute.jit
-    def rest_of(self, q_block: Int32, stage: Int32):
-        """The second part of L₂, from global memory: that of column first_column + 8j + e at (e, j)."""
-        found = cute.make_rmem_tensor((2, self.tiles.q // 8), Float32)
+    def rest_of(self, row: Int32, stage: Int32):
+        """The second part of L₂ of two rows from this one on, in global memory."""
+        found = cute.make_rmem_tensor(2, Float32)
         found.fill(0.0)
         if self.rows[self.tiles.q, stage] != Float32(0.0):
             layout, z, q = self.spec.q_layout, self.sizes, self.queries
             head = self.record // z.q_blocks
-            if const_expr(layout.kind is SequenceKind.DENSE):  # a persistent block's sequences change
-                q = Extent((self.record - head * z.q_blocks) // (z.q_blocks // z.batch), Int32(0), q.length)
-            first_row = q_block * self.tiles.q + self.first_column
-            for j in cutlass.range_constexpr(self.tiles.q // 8):
-                for e in cutlass.range_constexpr(2):
-                    row = cutlass.min(first_row + (8 * j + e), q.length - 1)
-                    found[e, j] = second_part_at(self.dq, layout, q, head, row)[0]
+            if const_expr(layout.kind is SequenceKind.DENSE):  # known anyhow: nothing to be kept for this walk
+                q = Extent((self.record - head * z.q_blocks) // (z.q_blocks // z.batch), Int32(0), z.q_rows)
+            for e in cutlass.range_constexpr(2):
+                found[e] = second_part_at(self.dq, layout, q, head, cutlass.min(row + e, q.length - 1))[0]
         return found
 
 
