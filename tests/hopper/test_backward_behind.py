@@ -12,7 +12,9 @@ from flash3.backends.hopper.backward_tiles import PIECE_FOURS, PIECE_WORDS
 from flash3.mask import MaskKind
 
 
-@pytest.mark.parametrize(("num_tiles", "batch", "kv_heads", "blocks"), [(1, 3, 5, 1), (4, 32, 16, 8), (64, 2, 16, 128), (128, 1, 2, 64), (3, 7, 9, 5)])
+@pytest.mark.parametrize(
+    ("num_tiles", "batch", "kv_heads", "blocks"), [(1, 3, 5, 1), (4, 32, 16, 8), (64, 2, 16, 128), (128, 1, 2, 64), (3, 7, 9, 5)]
+)
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize("kind", [MaskKind.FULL, MaskKind.CAUSAL])
@@ -43,6 +45,8 @@ def test_pieces_make_up_a_block(words: int) -> None:
     pieces = words // PIECE_WORDS
     found = [place_of(piece, pieces) for piece in range(pieces)]
     fours = words // 2 // (4 * 128)
-    assert sorted((consumer, four + i) for consumer, four in found for i in range(PIECE_FOURS)) == [(c, i) for c in (0, 1) for i in range(fours)]
+    assert sorted((consumer, four + i) for consumer, four in found for i in range(PIECE_FOURS)) == [
+        (c, i) for c in (0, 1) for i in range(fours)
+    ]
     for piece, (consumer, four) in enumerate(found):
         assert consumer * words // 2 + four * 4 * 128 == piece * PIECE_WORDS

@@ -11,7 +11,8 @@ shared memory.
 roles       warps      registers      job
 producer    0          24             TMA loads of K, V, Q, dO; bulk loads of L and D beside Q and dO
 sender      1          24             DqPath.SHARED: adds dQ to global memory by bulk reduction
-spare       1 2 3      24             DqPath.REGISTERS: clear dQ's sum for tiles that come later (backward_clear.py)
+spare       1 … 3      24             one clears dQ's sum for tiles that come later (backward_clear.py); in turn all convert that of tiles
+                                      that came earlier (backward_behind.py). Not in a deterministic order, not where lengths are ragged
 consumer i  4(i+1) …   240            Split.KEYS: 64 keys, all five matmuls (backward_consumer.py); Split.ROLES, for widths over 128: the
                                       same 64 keys, P and dV or dS and dK, half of dQ (backward_roles.py)
 
@@ -19,13 +20,14 @@ pipes       cargo              stages            filled by   emptied by         
 k, v        K, V tile          tiles.kv_stages   TMA         consumers, after a tile: persistent    one per consumer warp
 q           Q block and L      tiles.q_stages    TMA, bulk   consumers, after dK += dSᵀ·Q          one per consumer warp
 do          dO block and D     tiles.do_stages   TMA, bulk   consumers, after dV += Pᵀ·dO          one per consumer warp
+Where a block starts early (backward_tiles), K has no barrier of its own but that of the first Q, V that of the first dO.
 dS has two buffers: who writes the next block's has passed the barrier of this one, so nobody reads that of the one before. With Split.KEYS
 Q, dO and dS of a block have the same place in their rings.
 
 barriers    0 the block, once · 1 dS of both consumers is written · 2 both have read K for the last time (dK goes out in its place)
             3+i consumer i's threads, around its rows of dK, dV · 5+i, 7+i its half of dQ is free, full (dq.py)
             9 Split.ROLES: P is in shared memory · Order.IN_TURN: 5+i consumer i's turn, 8+2i+j it has written dS into stage j,
-            12+2i+j it has read that
+            12+2i+j it has read that · 7 both have added the last of a tile's dQ (backward_behind.py)
 
 timeline    Split.KEYS, a block, both consumers in step:   Sᵀ dPᵀ │ P │ dS → shared memory │ barrier │ dQ │ dV dK, dQ leaves among them
             Order.IN_TURN, for each:   │ dQ₋₁ dV dK, Sᵀ dPᵀ of the next block │ its P, dS → shared memory, under the other's turn │
@@ -48,7 +50,18 @@ from .backward_barriers import BackwardBarrierId, say_added, sync_consumers, wai
 from .backward_behind import Converter, say_done
 from .backward_clear import clear_slice, make_zeros, say_cleared, slice_of
 from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
-from .backward_io import FirstStage, GradientStore, KeyTile, Loads, StagedRowsLoad, TileKeys, begin_tile, produce, produce_begun, produce_next
+from .backward_io import (
+    FirstStage,
+    GradientStore,
+    KeyTile,
+    Loads,
+    StagedRowsLoad,
+    TileKeys,
+    begin_tile,
+    produce,
+    produce_begun,
+    produce_next,
+)
 from .backward_operands import BackwardOperands
 from .backward_order import Turns
 from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
@@ -439,9 +452,7 @@ class BackwardKernel:
         kv_head, record = self.column_ahead(ops, tile)
         if kv_head < z.kv_heads:
             blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + self.tiles.kv - 1) // self.tiles.kv
-            clear_slice(
-                buffers.zeros, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, lane, self.spec, self.tiles
-            )
+            clear_slice(buffers.zeros, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, lane, self.spec, self.tiles)
 
     @cute.jit
     def say_cleared(self, ops, tile: KeyTile, lane):

@@ -22,7 +22,7 @@ class BackwardBarrierId(enum.IntEnum):
     TURN = 5  # Order.IN_TURN, which has no sender: consumer i may issue its matmuls
     PROBABILITIES = 9  # Split.ROLES: P is in shared memory
     WRITTEN = 8  # Order.IN_TURN: consumer i has written its half of dS into stage j, id + 2i + j
-    ADDED = 7  # without a sender: both consumers have added the last of a tile's dQ
+    ADDED = 7  # without a sender: both consumers have added the last of a tile's dQ (backward_behind)
     READ = 12  # Order.IN_TURN: consumer i has read both halves in stage j, id + 2i + j
 
 

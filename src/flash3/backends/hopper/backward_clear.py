@@ -1,12 +1,13 @@
 """Zeros for the float32 sum of dQ, ahead of the tiles that add to it and beside them.
 
-A column is a key head of a sequence: its key tiles add to the records of its query heads. Blocks are launched column by column. The spare
-warps of a tile's block clear a slice of the column that is `ahead` columns further on, whose tiles come two waves of blocks later;
-backward_prepare has cleared the first ones. So the zeros cost no time of their own, and are still in L2 when they are added to.
+A column is a key head of a sequence: its key tiles add to the records of its query heads. Tiles are begun column by column. Beside a tile,
+the first spare warp clears a slice of the column that is `ahead` columns further on, whose tiles come two waves of blocks later;
+backward_prepare has cleared the first ones. So the zeros cost no time of their own, and are still in L2 when they are added to. They go out
+by bulk copies of a kilobyte of zeros in shared memory, past the load and store units: stores of three warps held up the consumers'.
 
-A column's tiles wait until all of its slices are there, behind the loads of their keys; the counter is that of its first record. They wait
-for tiles that were begun before, whose spare warps wait for nobody; a persistent block begins a tile once it has issued all loads of the one
-before, which in turn waits only for tiles still earlier.
+A column's tiles wait until all of its slices are there, behind the loads of their keys; the counter is that of its first record. They
+wait for tiles that were begun before, whose spare warps wait for nobody; a persistent block begins a tile once it has issued all loads of
+the one before, which in turn waits only for tiles still earlier.
 """
 
 import cutlass
@@ -19,11 +20,11 @@ from .bulk import add_release, bulk_store
 from .dq import counter_of, wait_for
 
 WAVES = 2
-"""Of blocks, between a slice of zeros and the first tile that adds to it."""
+"""Of blocks, between a slice of zeros and the first tile that adds to it, and between a column's last tile and its conversion."""
 
 
 def columns_ahead(num_tiles, multiprocessors, maximum=max):
-    """How many columns further on a tile clears."""
+    """How many columns further on a tile clears, and further back it converts (backward_behind)."""
     num_tiles = maximum(num_tiles, 1)
     return (WAVES * multiprocessors + num_tiles - 1) // num_tiles + 1
 
@@ -63,8 +64,7 @@ def clear_slice(
     zeros: cute.Tensor, dq_sum: cute.Tensor, record: Int32, q_blocks: Int32, blocks: Int32, kv_block: Int32, num_tiles: Int32,
     lane: Int32, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles],
 ):  # fmt: skip
-    """Bulk copies, which pass by the load and store units that consumers need. record: of the column's first query head and block 0; blocks:
-    of each of its query heads."""
+    """record: of the column's first query head and block 0; blocks: of each of its query heads."""
     words = tiles.q * spec.qk_width
     first, end = slice_of(kv_block, blocks, num_tiles, spec.mask_kind, cutlass.min)
     if lane == 0:

@@ -96,9 +96,7 @@ def begin_tile(
         block, size = block_at(blocks, Int32(0), spec, tiles, cutlass.min, cutlass.max), spec.dtype.bytes
         q_head = tile.kv_head * spec.heads_per_kv
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(
-                full.q, size * (tiles.q + tiles.kv) * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL)
-            )
+            cute.arch.mbarrier_arrive_and_expect_tx(full.q, size * (tiles.q + tiles.kv) * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
             cute.arch.mbarrier_arrive_and_expect_tx(full.do, size * (tiles.q + tiles.kv) * spec.v_width + 4 * tiles.q)
         load.k.load_into(Int32(0), full.q, tile.kv_block, tile.kv_head, tile.k)
         load.q.load_into(Int32(0), full.q, block, q_head, tile.q)

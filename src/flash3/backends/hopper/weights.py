@@ -89,7 +89,10 @@ class Weights:
         rows, lse = as_rows(S), None
         if const_expr(not self.spec.softcap):
             lse = read_rows(self.rows, stage, self.first_column, self.tiles)
-        limits = self.mask.limits(q_block * self.tiles.q)
+        limits, first_row = self.mask.limits(q_block * self.tiles.q), q_block * self.tiles.q + self.first_column
+        pairs = 1 if self.tiles.dq_transposed else self.tiles.q // 8  # at once: as ptxas spills least
+        if const_expr(coarse and pairs > 1):
+            rest = self.rest_of(first_row, stage, pairs)
         pair = cute.make_rmem_tensor(2, Float32)
         for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
             here = cute.make_rmem_tensor(2, Float32)
@@ -97,8 +100,8 @@ class Weights:
                 cute.autovec_copy(pair_of_rows(self.rows, stage, self.first_column + 4 * c), here)
             else:
                 here[0], here[1] = lse[c], lse[c + 1]
-            if const_expr(coarse):
-                rest = self.rest_of(q_block * self.tiles.q + self.first_column + 4 * c, stage)
+            if const_expr(coarse and pairs == 1):
+                rest = self.rest_of(first_row + 4 * c, stage, 1)
             for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
                 for e in cutlass.range_constexpr(2):
                     score = rows[r, c + e]
@@ -107,7 +110,7 @@ class Weights:
                     else:
                         exponent = score * self.scale_log2 - here[e]
                     if const_expr(coarse):
-                        exponent = exponent - rest[e]
+                        exponent = exponent - rest[e, c // 2 % pairs]
                     if const_expr(masked):
                         exponent = cutlass.select_(self.mask.sees(limits, r, c + e), exponent, -Float32.inf)
                     p = cute.math.exp2(exponent, fastmath=True)
@@ -117,17 +120,18 @@ class Weights:
                 convert(pair, cute.make_tensor(P.iterator + 2 * (c + r), cute.make_layout(2)))
 
     @cute.jit
-    def rest_of(self, row: Int32, stage: Int32):
-        """The second part of L₂ of two rows from this one on, in global memory."""
-        found = cute.make_rmem_tensor(2, Float32)
+    def rest_of(self, row: Int32, stage: Int32, pairs: cutlass.Constexpr[int]):
+        """The second part of L₂ of rows row + 8j + e, in global memory, at (e, j)."""
+        found = cute.make_rmem_tensor((2, pairs), Float32)
         found.fill(0.0)
         if self.rows[self.tiles.q, stage] != Float32(0.0):
             layout, z, q = self.spec.q_layout, self.sizes, self.queries
             head = self.record // z.q_blocks
             if const_expr(layout.kind is SequenceKind.DENSE):  # known anyhow: nothing to be kept for this walk
                 q = Extent((self.record - head * z.q_blocks) // (z.q_blocks // z.batch), Int32(0), z.q_rows)
-            for e in cutlass.range_constexpr(2):
-                found[e] = second_part_at(self.dq, layout, q, head, cutlass.min(row + e, q.length - 1))[0]
+            for j in cutlass.range_constexpr(pairs):
+                for e in cutlass.range_constexpr(2):
+                    found[e, j] = second_part_at(self.dq, layout, q, head, cutlass.min(row + (8 * j + e), q.length - 1))[0]
         return found
 
 
