@@ -97,7 +97,8 @@ class PrepareKernel:
     def record(self, ops: RowOperands, index: Int32, head: Int32, thread: Int32):
         """One block of rows and head, the last of all first: the first tiles' dO may still be in the L2 then."""
         spec, tiles, z = self.spec, self.tiles, ops.sizes
-        index, head = z.q_blocks - 1 - index, z.kv_heads * spec.heads_per_kv - 1 - head
+        blocks, heads, _ = cute.arch.grid_dim()
+        index, head = blocks - 1 - int(is_ranked(spec, tiles)) - index, heads - 1 - head
         smem = SmemAllocator()
         totals, lse = (smem.allocate_tensor(Float32, cute.make_layout(tiles.q), 16) for _ in range(2))
         sums = smem.allocate_tensor(Float32, cute.make_layout((WARPS, 2)), 16)
