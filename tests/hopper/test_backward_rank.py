@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("cutlass")
-from flash3.backends.hopper.backward_rank import LEVELS, level_of  # noqa: E402
+from flash3.backends.hopper.backward_rank import LEVELS, level_of
 
 walks = st.integers(0, 2**26)
 
