@@ -260,9 +260,10 @@ def dkdv_kernel(
         state = gather_dkdv(
             state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False, DK, DV
         )
-        state = gather_dkdv(
-            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True, DK, DV
-        )
+        if SPEC.edges:
+            state = gather_dkdv(
+                state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True, DK, DV
+            )
     dK, dV = state
     if dk is not None:
         pointers, stored = tile_pointers(dk, own_k, keys, kv_head, KEYS)
@@ -367,6 +368,7 @@ def dq_kernel(
     kv_head = head // SPEC.heads_per_kv
     dQ = tl.full((SPEC.queries.block, SPEC.queries.width), 0.0, tl.float32)
     dQ = gather_dq(dQ, Q, dO, row_max, log_sum, delta, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, False)
-    dQ = gather_dq(dQ, Q, dO, row_max, log_sum, delta, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
+    if SPEC.edges:
+        dQ = gather_dq(dQ, Q, dO, row_max, log_sum, delta, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
     pointers, stored = tile_pointers(dq, own_q, rows, head, QUERIES)
     tl.store(pointers, (dQ * scale).to(dq.start.dtype.element_ty), mask=stored)

@@ -140,7 +140,9 @@ def forward_kernel(
     state = (O, row_max, row_sum)
     sees = seen_by(rows, own_k.length, bounds, SPEC)
     state = attend(state, Q, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, False)
-    O, row_max, row_sum = attend(state, Q, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
+    if SPEC.edges:
+        state = attend(state, Q, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
+    O, row_max, row_sum = state
 
     exists = rows < own_q.length
     pointers, stored = tile_pointers(out, own_q, rows, row_heads, OUTPUTS)

@@ -83,3 +83,8 @@ class KernelSpec:
     pack: int = 1
     split: bool = False
     most_splits: int = 1
+
+    @property
+    def edges(self) -> bool:
+        """Whether any block may be seen in part."""
+        return self.mask.masked or not self.even
