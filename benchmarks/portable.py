@@ -280,6 +280,13 @@ def prepare(pipes: list[Connection], a: argparse.Namespace) -> set[Check]:
     return good
 
 
+def write(rows: list[dict[str, Any]], file: Path | None) -> None:
+    if file:
+        ordered = sorted(rows, key=lambda row: (row["kernel"], row["d"], row["causal"], row["s"]))
+        device = torch.cuda.get_device_properties(0)
+        file.write_text(json.dumps({"device": device.name, "torch": torch.__version__, "rows": ordered}, indent=1))
+
+
 def show(row: dict[str, Any], peers: list[str]) -> None:
     head = f"{row['kernel']:8s} d{row['d']:<3d} {'causal' if row['causal'] else 'full  '} {row['s']:5d}"
     ratios = " ".join(f"{row[f'ratio_{n}']:.2f} of {n}" for n in peers if f"ratio_{n}" in row)
@@ -334,12 +341,9 @@ def main() -> None:
         for row in received([pipe]):
             rows.append(row)
             show(row, a.peers)
-    rows.sort(key=lambda row: (row["kernel"], row["d"], row["causal"], row["s"]))
+            write(rows, a.json)
     report(rows, a.peers)
     print(f"all after {time.time() - begin:.0f} s", flush=True)
-    if a.json:
-        device = torch.cuda.get_device_properties(0)
-        a.json.write_text(json.dumps({"device": device.name, "torch": torch.__version__, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":
