@@ -16,7 +16,7 @@ of all. Every other row has row_max 0, and its LSE for log_sum.
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, extent_of, load_block, load_by_pointers, row_offsets, tanh, tile_pointers
+from .blocks import LOG2_E, extent_of, load_block, load_by_pointers, own_tile, row_offsets, tanh, tile_pointers
 from .forward import NUMBERS, scores
 from .masking import Bounds, blocks_of_keys, blocks_of_queries, seen_by, settled, step, walk
 
@@ -91,9 +91,7 @@ def prepare_kernel(
 ):
     """Fills stats. Rows without keys get the log_sum +inf: their P is 0."""
     OUTPUTS: tl.constexpr = SPEC.outputs
-    block = tl.program_id(0) % blocks
-    head = tl.program_id(0) // blocks % heads
-    batch = tl.program_id(0) // blocks // heads
+    block, head, batch = own_tile(blocks, heads, False)
     own_q, own_k = extent_of(at_q, batch, q_len), extent_of(at_k, batch, k_len)
     if block * SPEC.queries.block >= own_q.length:
         return
@@ -239,9 +237,7 @@ def dkdv_kernel(
     VALUES: tl.constexpr = SPEC.values
     DK: tl.constexpr = dk is not None
     DV: tl.constexpr = dv is not None
-    block = tl.program_id(0) % blocks
-    kv_head = tl.program_id(0) // blocks % heads_kv
-    batch = tl.program_id(0) // blocks // heads_kv
+    block, kv_head, batch = own_tile(blocks, heads_kv, False)
     own_q, own_k = extent_of(at_q, batch, q_len), extent_of(at_k, batch, k_len)
     first = block * SPEC.keys.block
     if first >= own_k.length:
@@ -343,11 +339,7 @@ def dq_kernel(
     """Grid: tiles of rows of all query heads and sequences."""
     QUERIES: tl.constexpr = SPEC.queries
     OUTPUTS: tl.constexpr = SPEC.outputs
-    block = tl.program_id(0) % blocks
-    head = tl.program_id(0) // blocks % heads
-    batch = tl.program_id(0) // blocks // heads
-    if SPEC.mask.masked:
-        block = blocks - 1 - block  # the longest first
+    block, head, batch = own_tile(blocks, heads, SPEC.mask.masked)
     own_q, own_k = extent_of(at_q, batch, q_len), extent_of(at_k, batch, k_len)
     first_row = block * SPEC.queries.block
     if first_row >= own_q.length:

@@ -78,6 +78,15 @@ class Statistics(NamedTuple):
 
 
 @triton.jit
+def own_tile(blocks, heads, LAST_FIRST: tl.constexpr):
+    """Tile, head and sequence of this program. LAST_FIRST: where a mask is, the last tile of queries sees most keys, and starts first."""
+    block = tl.program_id(0) % blocks
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return block, tl.program_id(0) // blocks % heads, tl.program_id(0) // blocks // heads
+
+
+@triton.jit
 def extent_of(arrays, batch, dense_length):
     """Where sequence `batch` lies. dense_length: of sequences that fill their rows."""
     row = tl.cast(batch, tl.int64)
