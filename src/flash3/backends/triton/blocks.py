@@ -127,17 +127,19 @@ def load_by_pointers(x, arrays, own, head, first, exists, KIND: tl.constexpr, CU
     """The same, whatever the strides, pages too."""
     local = tl.arange(0, KIND.block)
     columns = tl.arange(0, KIND.width)
-    base = x.start + tl.cast(head, tl.int64) * x.head_stride
+    ALIGN: tl.constexpr = KIND.align
+    base = x.start + tl.multiple_of(tl.cast(head, tl.int64) * x.head_stride, ALIGN)
     if KIND.page_size > 0:
         slot = own.first + first + local
         entry = arrays.page_table + own.row * arrays.page_table_stride + slot // KIND.page_size
         page = tl.load(entry, mask=exists, other=0).to(tl.int64)
         offsets = page * x.row_stride + (slot % KIND.page_size).to(tl.int64) * x.slot_stride
     else:
-        base += own.row * x.row_stride + tl.cast(own.first + first, tl.int64) * x.slot_stride
+        base += tl.multiple_of(own.row * x.row_stride + tl.cast(own.first + first, tl.int64) * x.slot_stride, ALIGN)
         offsets = local * x.slot_stride
         if KIND.wide:
             offsets = local.to(tl.int64) * x.slot_stride
+    offsets = tl.multiple_of(offsets, ALIGN)
     pointers = base + offsets[:, None] + columns[None, :]
     if CUT and KIND.dim < KIND.width:
         return tl.load(pointers, mask=exists[:, None] & (columns < KIND.dim)[None, :], other=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -22,7 +23,7 @@ WITHOUT_SOFTCAP = 2.0**64
 LARGEST_FLOAT32 = 3.4e38
 WIDE = 1 << 31
 FIRST_WITH_TMA = (9, 0)
-TMA_ALIGNMENT_BYTES = 16
+TMA_ALIGNMENT_BYTES = LARGEST_LOAD_BYTES = 16
 COARSE = {DType.FP32: 64.0, DType.FP16: 1024.0, DType.BF16: 8192.0}
 """Up to here float32 holds an LSE well enough for gradients of this type."""
 
@@ -105,15 +106,22 @@ def _float32(x: float) -> float:
     return max(-LARGEST_FLOAT32, min(LARGEST_FLOAT32, x))
 
 
-def kernel_spec(problem: Problem, tiles: Tiles, sign: int, wide: bool, pack: int = 1, splits: int = 1) -> KernelSpec:
+def kernel_spec(problem: Problem, tiles: Tiles, sign: int, loaded: tuple[Any, ...], pack: int = 1, splits: int = 1) -> KernelSpec:
+    """loaded: the tensors that are read in blocks."""
+    return _kernel_spec(problem, tiles, sign, is_wide(*loaded), alignment(*loaded), pack, splits)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel_spec(problem: Problem, tiles: Tiles, sign: int, wide: bool, align: int, pack: int, splits: int) -> KernelSpec:
+    """Kept: it would be a third of a launch's time on the host."""
     spec, page_size = problem.spec, problem.sizes.page_size
     d, dv = spec.head_dim, spec.value_dim
     width, value_width = heuristics.width_of(d), heuristics.width_of(dv)
     return KernelSpec(
-        queries=Block(block=tiles.rows, dim=d, width=width, wide=wide),
-        keys=Block(block=tiles.keys, dim=d, width=width, page_size=page_size, wide=wide),
-        values=Block(block=tiles.keys, dim=dv, width=value_width, page_size=page_size, wide=wide),
-        outputs=Block(block=tiles.rows, dim=dv, width=value_width, wide=wide),
+        queries=Block(block=tiles.rows, dim=d, width=width, wide=wide, align=align),
+        keys=Block(block=tiles.keys, dim=d, width=width, page_size=page_size, wide=wide, align=align),
+        values=Block(block=tiles.keys, dim=dv, width=value_width, page_size=page_size, wide=wide, align=align),
+        outputs=Block(block=tiles.rows, dim=dv, width=value_width, wide=wide, align=align),
         mask=MaskCode.of(problem.mask),
         heads_per_kv=spec.heads_per_kv,
         precision="ieee" if spec.dtype is DType.FP32 else "tf32",
@@ -142,6 +150,12 @@ def is_even(problem: Problem, tiles: Tiles) -> bool:
 def is_wide(*tensors: Any) -> bool:
     """Whether the rows of a tile of some tensor span 2³¹ elements or more."""
     return any(max(t.stride()) * heuristics.LARGEST_TILE >= WIDE for t in tensors)
+
+
+def alignment(*tensors: Any) -> int:
+    """What divides every stride of all of them, but the columns': the largest power of two of elements up to LARGEST_LOAD_BYTES."""
+    strides = (stride for t in tensors for stride in t.stride()[:-1])
+    return math.gcd(LARGEST_LOAD_BYTES // tensors[0].element_size(), *strides)
 
 
 def _numbers(request: Request, problem: Problem) -> tuple[Any, ...]:
@@ -191,7 +205,7 @@ def _forward(
     problem: Problem, tiles: Tiles, pack: int, splits: int, request: Request, out: Rows, lse: Rows | None, parts: Parts | None
 ) -> tuple[KernelSpec, Scales]:
     scales, sign = forward_scales(problem)
-    spec = kernel_spec(problem, tiles, sign, is_wide(request.k, request.v), pack, splits)
+    spec = kernel_spec(problem, tiles, sign, (request.k, request.v), pack, splits)
     k, v = rows_of(request.k, request.k_sequences), rows_of(request.v, request.k_sequences)
     blocks, heads = programs(problem, tiles, pack)
     forward_kernels.forward_kernel[(blocks * heads * problem.sizes.batch, splits)](
@@ -218,7 +232,7 @@ def prepare(problem: Problem, tiles: Tiles, request: Request, saved: Saved, grad
     """Fill stats: row_max, log_sum and delta, (3, *lse_shape)."""
     at, z = request.q_sequences, problem.sizes
     scales, sign = backward_scales(problem)
-    spec = kernel_spec(problem, tiles, sign, is_wide(request.k))
+    spec = kernel_spec(problem, tiles, sign, (request.k,))
     blocks, heads = programs(problem, tiles, pack=1)
     backward_kernels.prepare_kernel[(blocks * heads * z.batch,)](
         rows_of(request.q, at),
@@ -291,7 +305,7 @@ def _operands(problem: Problem, tiles: Tiles, request: Request, gradients: Gradi
     """q, k, v and d_out, the KernelSpec and the scales of a backward kernel."""
     at, at_keys = request.q_sequences, request.k_sequences
     scales, sign = backward_scales(problem)
-    spec = kernel_spec(problem, tiles, sign, is_wide(request.q, request.k, request.v, gradients.d_out))
+    spec = kernel_spec(problem, tiles, sign, (request.q, request.k, request.v, gradients.d_out))
     queries, keys = (rows_of(request.q, at), rows_of(gradients.d_out, at)), (rows_of(request.k, at_keys), rows_of(request.v, at_keys))
     return (queries[0], *keys, queries[1]), spec, scales
 
