@@ -11,8 +11,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 class Rows(NamedTuple):
     """A tensor (row, slot, head, column) as kernels see it; strides in elements. Packed storage has one row, pages are rows.
 
-    For TMA it is a matrix whose rows are slot_stride long: `row` begins tma_row of these rows after the one before, a head tma_head rows
-    and tma_column columns after the one before.
+    For TMA it is (head, slot, column), slots of all rows: `row` begins tma_row slots after the one before.
     """
 
     start: Any
@@ -20,8 +19,6 @@ class Rows(NamedTuple):
     slot_stride: Any
     head_stride: Any
     tma_row: Any = 0
-    tma_head: Any = 0
-    tma_column: Any = 0
 
 
 class Arrays(NamedTuple):
@@ -116,8 +113,8 @@ def load_block(x, tma, arrays, own, head, first, exists, KIND: tl.constexpr, CUT
     tma: a descriptor or None. It knows the end of the storage, not that of a sequence: it loads what needs no mask.
     """
     if tma is not None and not CUT:
-        row = tl.cast(own.row, tl.int32) * x.tma_row + head * x.tma_head + own.first + first
-        return tma.load([row, tl.cast(head * x.tma_column, tl.int32)])
+        slot = tl.cast(own.row, tl.int32) * x.tma_row + own.first + first
+        return tma.load([head, slot, 0]).reshape(KIND.block, KIND.width)
     else:
         return load_by_pointers(x, arrays, own, head, first, exists, KIND, CUT)
 

@@ -31,28 +31,22 @@ COARSE = {DType.FP32: 64.0, DType.FP16: 1024.0, DType.BF16: 8192.0}
 def rows_of(x: Any, layout: Sequences) -> Rows:
     """A tensor ((row,) slot, head, column)."""
     row, slot, head = (0, *x.stride()[:2]) if isinstance(layout, Packed) else x.stride()[:3]
-    if slot <= 0 or row % slot or (head % slot and head * (x.shape[-2] - 1) + x.shape[-1] > slot):
-        return Rows(x, row, slot, head)
-    return Rows(x, row, slot, head, row // slot, *((head // slot, 0) if head % slot == 0 else (0, head)))
+    return Rows(x, row, slot, head, row // slot if slot > 0 and row % slot == 0 else 0)
 
 
 def descriptor(x: Rows, block: Block, problem: Problem) -> Any:
-    """A TMA descriptor of a tensor as a matrix (Rows), or None where TMA cannot read it so, or there is none."""
+    """A TMA descriptor of a tensor as Rows say, which gives zeros past column block.dim, or None where TMA cannot read it so."""
     t, bytes_each = x.start, x.start.element_size()
-    aligned = t.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and x.slot_stride * bytes_each % TMA_ALIGNMENT_BYTES == 0
-    column = x.tma_column * bytes_each % TMA_ALIGNMENT_BYTES == 0
-    described = x.slot_stride > 0 and (x.head_stride == 0 or x.tma_head + x.tma_column > 0) and (x.row_stride == 0 or x.tma_row > 0)
-    if capability_of(problem) < FIRST_WITH_TMA or block.page_size or block.dim < block.width or t.numel() == 0:
-        return None
-    if not (aligned and column and described):
+    if capability_of(problem) < FIRST_WITH_TMA or block.page_size or t.numel() == 0 or t.data_ptr() % TMA_ALIGNMENT_BYTES:
         return None
     *rows, slots, heads, _ = t.shape
-    count = (math.prod(rows) - 1) * x.tma_row + (heads - 1) * x.tma_head + slots
-    if count >= WIDE:
+    strides = x.head_stride if heads > 1 else x.slot_stride, x.slot_stride
+    slots += (math.prod(rows) - 1) * x.tma_row
+    if min(strides) <= 0 or math.gcd(*strides) * bytes_each % TMA_ALIGNMENT_BYTES or (x.row_stride and not x.tma_row) or slots >= WIDE:
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(t, [count, (heads - 1) * x.tma_column + block.dim], [x.slot_stride, 1], [block.block, block.width])
+    return TensorDescriptor(t, [heads, slots, block.dim], [*strides, 1], [1, block.block, block.width])
 
 
 def lse_rows(x: Any, layout: Sequences) -> Rows:
