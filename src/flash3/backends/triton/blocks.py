@@ -151,16 +151,20 @@ def load_by_pointers(x, arrays, own, head, first, exists, KIND: tl.constexpr, CU
 @triton.jit
 def tile_pointers(x, own, rows, heads, KIND: tl.constexpr):
     """Pointers to a tile (rows, KIND.width) and where it exists. `heads` is one head or one for each row."""
+    ALIGN: tl.constexpr = KIND.align
     columns = tl.arange(0, KIND.width)
-    offsets = row_offsets(x, own, rows, heads)
+    offsets = row_offsets(x, own, rows, heads, ALIGN)
     return x.start + offsets[:, None] + columns[None, :], (rows < own.length)[:, None] & (columns < KIND.dim)[None, :]
 
 
 @triton.jit
-def row_offsets(x, own, rows, heads):
-    """Where rows of a sequence begin, from x.start on."""
+def row_offsets(x, own, rows, heads, ALIGN: tl.constexpr = 1):
+    """Where rows of a sequence begin, from x.start on. ALIGN divides them."""
     at = own.row * x.row_stride + (own.first + rows).to(tl.int64) * x.slot_stride
-    return at + tl.cast(heads, tl.int64) * x.head_stride
+    offsets = at + tl.cast(heads, tl.int64) * x.head_stride
+    if ALIGN > 1:
+        offsets = tl.multiple_of(offsets, ALIGN)
+    return offsets
 
 
 @triton.jit

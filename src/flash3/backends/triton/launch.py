@@ -100,9 +100,9 @@ def _float32(x: float) -> float:
     return max(-LARGEST_FLOAT32, min(LARGEST_FLOAT32, x))
 
 
-def kernel_spec(problem: Problem, tiles: Tiles, sign: int, loaded: tuple[Any, ...], pack: int = 1, splits: int = 1) -> KernelSpec:
-    """loaded: the tensors that are read in blocks."""
-    return _kernel_spec(problem, tiles, sign, is_wide(*loaded), alignment(*loaded), pack, splits)
+def kernel_spec(problem: Problem, tiles: Tiles, sign: int, tensors: tuple[Any, ...], pack: int = 1, splits: int = 1) -> KernelSpec:
+    """tensors: all that the kernel reads or writes by tiles."""
+    return _kernel_spec(problem, tiles, sign, is_wide(*tensors), alignment(*tensors), pack, splits)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -149,7 +149,7 @@ def is_wide(*tensors: Any) -> bool:
 def alignment(*tensors: Any) -> int:
     """What divides every stride of all of them, but the columns': the largest power of two of elements up to LARGEST_LOAD_BYTES."""
     strides = (stride for t in tensors for stride in t.stride()[:-1])
-    return math.gcd(LARGEST_LOAD_BYTES // tensors[0].element_size(), *strides)
+    return math.gcd(LARGEST_LOAD_BYTES // min(t.element_size() for t in tensors), *strides)
 
 
 def _numbers(request: Request, problem: Problem) -> tuple[Any, ...]:
@@ -199,7 +199,7 @@ def _forward(
     problem: Problem, tiles: Tiles, pack: int, splits: int, request: Request, out: Rows, lse: Rows | None, parts: Parts | None
 ) -> tuple[KernelSpec, Scales]:
     scales, sign = forward_scales(problem)
-    spec = kernel_spec(problem, tiles, sign, (request.k, request.v), pack, splits)
+    spec = kernel_spec(problem, tiles, sign, (request.q, request.k, request.v, out.start), pack, splits)
     k, v = rows_of(request.k, request.k_sequences), rows_of(request.v, request.k_sequences)
     blocks, heads = programs(problem, tiles, pack)
     forward_kernels.forward_kernel[(blocks * heads * problem.sizes.batch, splits)](
@@ -226,7 +226,7 @@ def prepare(problem: Problem, tiles: Tiles, request: Request, saved: Saved, grad
     """Fill stats: row_max, log_sum and delta, (3, *lse_shape)."""
     at, z = request.q_sequences, problem.sizes
     scales, sign = backward_scales(problem)
-    spec = kernel_spec(problem, tiles, sign, (request.k,))
+    spec = kernel_spec(problem, tiles, sign, (request.q, request.k, saved.out, gradients.d_out))
     blocks, heads = programs(problem, tiles, pack=1)
     backward_kernels.prepare_kernel[(blocks * heads * z.batch,)](
         rows_of(request.q, at),
@@ -299,7 +299,8 @@ def _operands(problem: Problem, tiles: Tiles, request: Request, gradients: Gradi
     """q, k, v and d_out, the KernelSpec and the scales of a backward kernel."""
     at, at_keys = request.q_sequences, request.k_sequences
     scales, sign = backward_scales(problem)
-    spec = kernel_spec(problem, tiles, sign, (request.q, request.k, request.v, gradients.d_out))
+    made = (x for x in (gradients.dq, gradients.dk, gradients.dv) if x is not None)
+    spec = kernel_spec(problem, tiles, sign, (request.q, request.k, request.v, gradients.d_out, *made))
     queries, keys = (rows_of(request.q, at), rows_of(gradients.d_out, at)), (rows_of(request.k, at_keys), rows_of(request.v, at_keys))
     return (queries[0], *keys, queries[1]), spec, scales
 
