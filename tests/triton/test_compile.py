@@ -51,6 +51,12 @@ def test_causal(dim: int, capability: tuple[int, int]) -> None:
 
 
 @CAPABILITIES
+def test_no_power_of_two(capability: tuple[int, int]) -> None:
+    """A head stride of 72 numbers is no multiple of 16: that 8 divides it must be told, or each number is a load."""
+    held(compiling.compiled(compiling.request(72, 72, CAUSAL), capability), capability)
+
+
+@CAPABILITIES
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_decoding(dim: int, capability: tuple[int, int]) -> None:
     found = compiling.compiled(compiling.decoding(dim), capability, backward=False)

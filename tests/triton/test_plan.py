@@ -59,6 +59,13 @@ def test_refusals_say_why(refused: Problem, reason: str) -> None:
     assert reason in answer.reason
 
 
+def test_copies_are_told() -> None:
+    p = problem(GPUS["A100"])
+    assert "copies" not in str(TritonBackend().support(p))
+    odd = replace(p, k=replace(p.k, strides=(512 * 2 * 65, 2 * 65, 65, 1)), v=replace(p.v, aligned=False))
+    assert "copies k, v, whose rows do not start at multiples of 16 bytes" in str(TritonBackend().support(odd))
+
+
 def test_order_of_backends() -> None:
     """Hopper's own kernels first, these elsewhere, the CPU last; a setting or an argument overrides."""
     assert list(dispatch.BACKENDS) == ["hopper", "triton", "cpu"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...problem import DType, Problem, Request
 from ...sequences import Dense, Packed, Padded, Paged, SequenceKind, Sequences
-from ..base import Gradients, Saved
+from ..base import ROW_ALIGNMENT_BYTES, Gradients, Saved
 from . import backward as backward_kernels
 from . import forward as forward_kernels
 from . import heuristics
@@ -23,7 +23,6 @@ WITHOUT_SOFTCAP = 2.0**64
 LARGEST_FLOAT32 = 3.4e38
 WIDE = 1 << 31
 FIRST_WITH_TMA = (9, 0)
-TMA_ALIGNMENT_BYTES = LARGEST_LOAD_BYTES = 16
 COARSE = {DType.FP32: 64.0, DType.FP16: 1024.0, DType.BF16: 8192.0}
 """Up to here float32 holds an LSE well enough for gradients of this type."""
 
@@ -37,12 +36,12 @@ def rows_of(x: Any, layout: Sequences) -> Rows:
 def descriptor(x: Rows, block: Block, problem: Problem) -> Any:
     """A TMA descriptor of a tensor as Rows say, which gives zeros past column block.dim, or None where TMA cannot read it so."""
     t, bytes_each = x.start, x.start.element_size()
-    if capability_of(problem) < FIRST_WITH_TMA or block.page_size or t.numel() == 0 or t.data_ptr() % TMA_ALIGNMENT_BYTES:
+    if capability_of(problem) < FIRST_WITH_TMA or block.page_size or t.numel() == 0 or t.data_ptr() % ROW_ALIGNMENT_BYTES:
         return None
     *rows, slots, heads, _ = t.shape
     strides = x.head_stride if heads > 1 else x.slot_stride, x.slot_stride
     slots += (math.prod(rows) - 1) * x.tma_row
-    if min(strides) <= 0 or math.gcd(*strides) * bytes_each % TMA_ALIGNMENT_BYTES or (x.row_stride and not x.tma_row) or slots >= WIDE:
+    if min(strides) <= 0 or math.gcd(*strides) * bytes_each % ROW_ALIGNMENT_BYTES or (x.row_stride and not x.tma_row) or slots >= WIDE:
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -147,9 +146,9 @@ def is_wide(*tensors: Any) -> bool:
 
 
 def alignment(*tensors: Any) -> int:
-    """What divides every stride of all of them, but the columns': the largest power of two of elements up to LARGEST_LOAD_BYTES."""
-    strides = (stride for t in tensors for stride in t.stride()[:-1])
-    return math.gcd(LARGEST_LOAD_BYTES // min(t.element_size() for t in tensors), *strides)
+    """What divides every stride of all of them, but the columns': the largest power of two of elements up to ROW_ALIGNMENT_BYTES."""
+    strides = (stride for t in tensors for n, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
+    return math.gcd(ROW_ALIGNMENT_BYTES // min(t.element_size() for t in tensors), *strides)
 
 
 def _numbers(request: Request, problem: Problem) -> tuple[Any, ...]:
