@@ -185,14 +185,12 @@ def peers_of(cell: Cell, a: argparse.Namespace) -> list[str]:
 
 def contenders(cell: Cell, a: argparse.Namespace) -> tuple[dict[str, Run], str]:
     """Those that run, and the tiles of ours (the last choice's). Forwards are replayed from CUDA graphs."""
-    data, chosen = inputs(cell.d, cell.s), ""
-    makers: dict[str, Callable[[], Run]] = {}
-    for tiles in choices_of(cell, a):
-        ours = Ours(cell, data, tiles)
-        makers[name_of(tiles)] = ours.run
-        chosen = str(ours.chosen)
+    data = inputs(cell.d, cell.s)
+    ours = {name_of(tiles): Ours(cell, data, tiles) for tiles in choices_of(cell, a)}
+    makers: dict[str, Callable[[], Run]] = {n: o.run for n, o in ours.items()}
     makers |= {n: functools.partial(PEERS[n], cell, data) for n in peers_of(cell, a)}
-    return timing.ready(makers, graph=cell.kernel == "forward"), chosen
+    runs = timing.ready(makers, graph=cell.kernel == "forward")
+    return runs, str(list(ours.values())[-1].chosen)
 
 
 def measure(cell: Cell, runs: dict[str, Run], tiles: str, a: argparse.Namespace) -> dict[str, Any]:
