@@ -33,6 +33,7 @@ from flash3 import Mask
 END = b"\0"  # ends a document; no source file holds it
 VOCABULARY = 256  # a token is a byte
 TURN = 10  # steps of one run before it is another one's turn; speed is counted from the second turn on
+RATE, WARM_UP = 5e-4, 1 / 3  # the largest learning rate, and the share of the steps after which it is reached
 SMOOTHING = 20  # steps in a moving average
 LIMIT = 0.02  # the smoothed losses of two runs must not differ by more
 
@@ -257,8 +258,9 @@ class Run:
         self.name, self.size, self.device, self.compiled, self.dtype = attention, size, device, compiled, dtype
         self.model = GPT(size, ATTENTIONS[attention]).to(device)
         self.loss = torch.compile(self.model, fullgraph=True, backend=compiled) if compiled else self.model
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min((step + 1) / 50, 1 - step / (steps + 1)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        rise = max(1, round(WARM_UP * steps))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min((step + 1) / rise, 1 - step / (steps + 1)))
         self.losses: list[Tensor] = []
         self.speeds: list[float] = []
 
@@ -300,8 +302,13 @@ def take_turns(ours: Run, theirs: Run, some: list[Batch]) -> None:
         print(f"step {len(ours.losses):4d}  " + "  ".join(f"{run.name} {run.losses[-1]:.4f}" for run in (ours, theirs)), flush=True)
 
 
-def fastest(names: list[str], make: Callable[[str], Run], some: list[Batch]) -> str:
-    """Of these attentions, in throw-away runs, after a warm-up. What this torch or this GPU cannot do is told, and left out.
+def fastest(names: list[str], make: Callable[[str], Run], warm_up: list[Batch], some: list[Batch]) -> str:
+    """Of these attentions, in throw-away runs. What this torch or this GPU cannot do is told, and left out.
+
+    Args:
+        warm_up: batches of the first steps.
+        some: other batches, for the steps that count: in training no batch comes again, and what a library prepares for each new
+            length is part of its time.
 
     Raises:
         RuntimeError: none of them runs.
@@ -310,8 +317,8 @@ def fastest(names: list[str], make: Callable[[str], Run], some: list[Batch]) -> 
     for name in names:
         run = make(name)
         try:
-            for _ in range(2):
-                run.train(some)
+            run.train(warm_up)
+            run.train(some)
         except (RuntimeError, TypeError, ImportError) as error:  # no such kernel or function, too little memory, another signature
             print(f"{run.name}: not here, {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True)
             continue
@@ -406,8 +413,9 @@ def main(
     where, compiled = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), "inductor" if compile else None
     size = SIZES["small" if where.type == "cuda" else "tiny"]
     text = batches(size, steps, where)
+    rehearsal = text[:TURN], text[TURN : 2 * TURN] or text[:TURN]
     make = functools.partial(Run, size=size, steps=steps, device=where, compiled=compiled)
-    ours, theirs = make("through_flash3"), make(baseline or fastest(rivals(where, compiled), make, text[:TURN]))
+    ours, theirs = make("through_flash3"), make(baseline or fastest(rivals(where, compiled), make, *rehearsal))
     take_turns(ours, theirs, text)
     print(json.dumps(summary(ours, theirs), indent=1))
     if table:

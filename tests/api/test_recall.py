@@ -18,6 +18,7 @@ import flash3
 from flash3 import Mask, dispatch
 from flash3.backends.base import Refusal, Support
 from flash3.backends.cpu.plan import CpuBackend
+from flash3.backends.hopper import backward_plan
 from flash3.backends.hopper import plan as hopper
 from flash3.flash_attn_interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash3.frameworks.torch import operators, plans, recall
@@ -340,3 +341,102 @@ def test_what_a_kernel_refuses_otherwise(stub):
     with pytest.raises(ValueError, match="another reason"):
         flash3.attention(*HALF)
     assert len(stub.calls) == 1
+
+
+ORIGINAL_PLAN = operators.backward_plan
+
+
+class GradientStub(Stub):
+    """With the Hopper backend's backward too."""
+
+    def support(self, problem: Any) -> Support | Refusal:
+        return Support()
+
+    def plan(self, problem: Any, tiles: Any = None) -> Any:
+        return hopper.HopperBackend.plan(self, problem, tiles)
+
+
+@pytest.fixture
+def gradient_stub(stub, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    backend = GradientStub()
+    vars(sys.modules["stub_of_this_test"])["Stub"] = lambda: backend
+    dispatch.backend_named.cache_clear()
+    monkeypatch.setattr(backward_plan, "packed", lambda numbers: numbers)
+    monkeypatch.setattr(operators, "backward_plan", ORIGINAL_PLAN)
+    return backend
+
+
+def _gradients_of(name: str) -> Any:
+    """A function without arguments: the gradients of a call, all of it with fixed tensors."""
+    dense, packed = ([x.detach().requires_grad_() for x in tensors] for tensors in (HALF, PACKED))
+    sink = SINK.clone().requires_grad_()
+    wanted, call = {
+        "dense": (dense, lambda: flash3.attention(*dense, mask=CAUSAL)),
+        "keys alone": (dense[1:2], lambda: flash3.attention(dense[0].detach(), dense[1], dense[2].detach())),
+        "sink": ([*dense, sink], lambda: flash3.attention(*dense, sink=sink)),
+        "lse": (dense, lambda: flash3.attention(*dense, return_lse=True)),
+        "packed": (packed, lambda: flash3.attention_varlen(*packed, STARTS, STARTS, 50, 50)),
+    }[name]
+
+    def derive() -> tuple[Any, ...]:
+        out = call()
+        outs = out if isinstance(out, tuple) else (out,)
+        return torch.autograd.grad(outs, wanted, [torch.ones_like(x) for x in outs])
+
+    return derive
+
+
+@pytest.mark.parametrize("name", ["dense", "keys alone", "sink", "lse", "packed"])
+def test_the_gradient_comes_by_the_same_arguments(name, gradient_stub, recalled, monkeypatch):
+    """By Requests, the first time; by what was decided then, the second and third time; but for tensors that are new each time."""
+    derive = _gradients_of(name)
+    ways = []
+    monkeypatch.setattr(operators, "backward", lambda *a, f=operators.backward: (ways.append("long"), f(*a))[1])
+    found = [derive() for _ in range(3)]
+    assert recalled == [False, True, True]
+    assert ways == ["long"]
+    backwards = gradient_stub.calls[1::2]
+    assert len({len(call) for call in backwards}) == 1
+    new = {3, 4, 5, 6, 8, 9, 10, 11, 12, 13}  # out, d_out, lse, d_lse; gradients and workspace
+    for call in backwards[1:]:
+        for i, (a, b) in enumerate(zip(backwards[0], call, strict=True)):
+            if i in new and a is not None:
+                assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+            else:
+                assert _same(a, b)
+    for grads in found[1:]:
+        assert [(g.shape, g.stride(), g.dtype) for g in grads] == [(g.shape, g.stride(), g.dtype) for g in found[0]]
+
+
+def test_a_gradient_after_another_setting(gradient_stub):
+    """What decides about the backend is looked at when the gradient is taken."""
+    dense = [x.detach().requires_grad_() for x in HALF]
+    flash3.attention(*dense)
+    out = flash3.attention(*dense)
+    torch.autograd.grad(out.sum(), dense, retain_graph=True)
+    calls = len(gradient_stub.calls)
+    with flash3.settings.override(backend="nobody"), pytest.raises(ValueError, match="nobody"):
+        torch.autograd.grad(out.sum(), dense)
+    assert len(gradient_stub.calls) == calls
+
+
+def test_steps_of_a_repeated_gradient(gradient_stub):
+    dense = [x.detach().requires_grad_() for x in HALF]
+    for _ in range(2):
+        out = flash3.attention(*dense)
+        torch.autograd.grad(out, dense, torch.ones_like(out), retain_graph=True)
+    given, steps = torch.ones_like(out), []
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            steps.append(frame.f_code.co_name)
+        elif event == "c_call":
+            steps.append(argument.__name__)
+
+    sys.setprofile(count)
+    try:
+        torch.autograd.grad(out, dense, given)
+    finally:
+        sys.setprofile(None)
+    begin = steps.index("backward")
+    assert len(steps) - begin <= 34, steps[begin:]

@@ -129,6 +129,10 @@ def test_a_wrong_result_of_flash3_ends_with_1(monkeypatch: pytest.MonkeyPatch) -
     assert "max error" in run("bench", "smoke/full", *QUICK, code=1).stdout
 
 
+def test_peers_alone_end_with_0() -> None:
+    assert "naive" in run("bench", "smoke/full", *QUICK, "-p", "naive").stdout
+
+
 def test_nothing_that_runs_ends_with_2() -> None:
     run("bench", "smoke/full", *QUICK, "-p", "fa3", code=2)
 

@@ -111,10 +111,10 @@ def test_an_attention_that_does_not_run_here_is_no_rival(monkeypatch, capsys):
     def make(name):
         return Run(name, size, 4, CPU)
 
-    assert train_gpt.fastest(["broken", "sdpa_padded"], make, RAGGED) == "sdpa_padded"
+    assert train_gpt.fastest(["broken", "sdpa_padded"], make, RAGGED, RAGGED) == "sdpa_padded"
     assert "broken: not here, TypeError: got an unexpected" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="none of broken runs here"):
-        train_gpt.fastest(["broken"], make, RAGGED)
+        train_gpt.fastest(["broken"], make, RAGGED, RAGGED)
 
 
 def test_smoothing():

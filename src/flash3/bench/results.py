@@ -26,7 +26,8 @@ class Row:
     """One provider on one workload and task.
 
     times_ms: one number per round; solo_ms: one per order of a solo run. error: why there are no times. max_error against float64, with
-    what was allowed; faults: what is wrong with the result. memory_mb: peak of the device's memory during a call, beyond what was there.
+    what was allowed; faults: what is wrong with the result. memory_mb: peak of the device's memory during a call, beyond what was there;
+    None where torch does not allocate it.
     """
 
     workload: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,10 +63,19 @@ def needs_columns(columns: int, width: int, layout: SequenceLayout, element_byte
     return layout.kind is not SequenceKind.DENSE and width % box == 0 and columns <= width - box
 
 
-def with_columns(q: Tensor, k: Tensor, width: int, layouts: tuple[SequenceLayout, SequenceLayout]) -> tuple[Tensor, Tensor]:
-    """Queries and keys whose rows TMA may read in tiles `width` columns wide: themselves, or, as both must have the same number, copies
-    with zeros at the end of each row."""
-    columns, size = q.shape[-1], q.element_size()
-    if not any(needs_columns(columns, width, layout, size) for layout in layouts):
-        return q, k
-    return torch.nn.functional.pad(q, (0, width - columns)), torch.nn.functional.pad(k, (0, width - columns))
+def needs_zeros(columns: int, width: int, layouts: tuple[SequenceLayout, SequenceLayout], element_bytes: int) -> bool:
+    """Whether queries and keys, of which both must have the same number of columns, get columns of zeros."""
+    return any(needs_columns(columns, width, layout, element_bytes) for layout in layouts)
+
+
+def with_columns(q: Tensor, k: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Copies of queries and keys with zeros at the end of each row, whose rows TMA may read in tiles `width` columns wide."""
+    more = width - q.shape[-1]
+    return torch.nn.functional.pad(q, (0, more)), torch.nn.functional.pad(k, (0, more))
+
+
+def packed(numbers: tuple[float | int, ...]) -> Any:
+    """As TVM-FFI keeps a tuple, so that it need not be made at every call."""
+    from tvm_ffi import convert
+
+    return convert(numbers)

@@ -52,7 +52,7 @@ from .backward_operands import BackwardOperands
 from .backward_order import Turns
 from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
 from .backward_schedule import KeyDispatcher, KeyFollower
-from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split
+from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split, is_ranked
 from .dq import HandOver, RegisterReduction, Sender, send_all
 from .extents import extent_of
 from .fragments import LANES_PER_ROW
@@ -268,7 +268,7 @@ class BackwardKernel:
     def launch(self, ops: BackwardOperands, tiles: Int32, kv_heads: Int32, multiprocessors: Int32, stream):
         if const_expr(self.tiles.persistent):
             tiles, kv_heads = cutlass.min(tiles * kv_heads, multiprocessors), 1
-        elif const_expr(launched_by_groups(self.spec, self.tiles)):
+        elif const_expr(launched_by_groups(self.spec, self.tiles) or is_ranked(self.spec, self.tiles)):
             tiles, kv_heads = tiles * kv_heads, 1
         # Without min_blocks_per_mp ptxas ignores setmaxnreg.
         self.kernel(ops).launch(
@@ -474,6 +474,8 @@ class BackwardKernel:
     def place(self, ops: BackwardOperands):
         """(number among the key tiles of the batch, key head) of this block."""
         index, kv_head, _ = cute.arch.block_idx()
+        if const_expr(is_ranked(self.spec, self.tiles)):
+            return self.ranked(ops, index)
         if const_expr(not launched_by_groups(self.spec, self.tiles)):
             return index, kv_head
         z = ops.sizes
@@ -482,12 +484,19 @@ class BackwardKernel:
         batch = column // z.kv_heads
         return batch * num_tiles + kv_block, column - batch * z.kv_heads
 
+    def ranked(self, ops: BackwardOperands, index):
+        """Tiles in backward_rank's order, the heads of each one side by side."""
+        rank = index // ops.sizes.kv_heads
+        return ops.order[rank], index - rank * ops.sizes.kv_heads
+
     def tile(self, ops: BackwardOperands) -> KeyTile:
         """This block's work."""
         return self.key_tile(ops, *self.place(ops))
 
     def tile_at(self, ops: BackwardOperands, index: Int32) -> KeyTile:
-        """Of persistent blocks: head by head, the longest first."""
+        """Of persistent blocks: the longest first, or head by head, of each the longest first."""
+        if const_expr(is_ranked(self.spec, self.tiles)):
+            return self.key_tile(ops, *self.ranked(ops, index))
         of_a_head = self.tiles_of_a_head(ops)
         kv_head = index // of_a_head
         return self.key_tile(ops, index - kv_head * of_a_head, kv_head)

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32
 from ...sequences import SequenceKind
 from ...settings import settings
 from .backward_operands import BackwardNumbers
-from .backward_tiles import BackwardSpec, BackwardTiles, statistics_words
+from .backward_tiles import BackwardSpec, BackwardTiles, is_ranked, statistics_words
 from .compile import TARGET, _arrays, _cache, _rows
 from .gradient import Gradient
 from .storage import ELEMENTS
@@ -19,11 +19,12 @@ SYMBOL = "flash3_backward"
 
 
 def compile_backward(spec: BackwardSpec, tiles: BackwardTiles, options: str = TARGET):
-    """The compiled function: f(q, k, v, out, d_out, lse, d_lse, sink, dq, dk, dv, statistics, dq_sum, q_arrays, k_arrays, numbers), on the
-    framework's current stream.
+    """The compiled function: f(q, k, v, out, d_out, lse, d_lse, sink, dq, dk, dv, statistics, dq_sum, order, q_arrays, k_arrays, numbers),
+    on the framework's current stream.
 
     statistics: float32 (records, statistics_words), dq_sum: float32 (records, q · qk_width), both without contents; a record for each
-    query head and block of queries (blocklist.num_blocks). Arrays are operands.Arrays (None: dense), numbers is BackwardNumbers.
+    query head and block of queries (blocklist.num_blocks). order: int32, without contents, a number for each key tile
+    (blocklist.num_blocks) where they are ranked, else None. Arrays are operands.Arrays (None: dense), numbers is BackwardNumbers.
     """
     batch, q_rows, k_rows, q_len, k_len, heads, kv_heads, records = (cute.sym_int() for _ in range(8))
     element, out = ELEMENTS[spec.dtype], ELEMENTS[spec.out_dtype]
@@ -57,6 +58,7 @@ def compile_backward(spec: BackwardSpec, tiles: BackwardTiles, options: str = TA
         k_side(),
         compact(records, statistics_words(tiles)),
         compact(records, tiles.q * spec.qk_width),
+        cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4) if is_ranked(spec, tiles) else None,
         _arrays(spec.q_layout, batch),
         _arrays(spec.k_layout, batch),
         BackwardNumbers(*(Float32(1.0) for _ in range(3)), *(Int32(0) for _ in range(len(BackwardNumbers._fields) - 3))),

@@ -51,6 +51,7 @@ class RowOperands:
     sink: object  # float32 (heads,) or None
     statistics: cute.Tensor  # float32 (heads · q_blocks, statistics_words)
     dq_sum: cute.Tensor  # float32 (heads · q_blocks, q · qk_width): dQ / scale, in the order of the matmul's registers
+    order: object  # int32 (key tiles,), or None: backward_rank
     q_arrays: SequenceArrays
     k_arrays: SequenceArrays
     sizes: BackwardSizes
@@ -82,6 +83,7 @@ class BackwardOperands:
     dv: cpasync.TmaInfo
     statistics: cute.Tensor
     dq_sum: cute.Tensor
+    order: object
     q_arrays: SequenceArrays
     k_arrays: SequenceArrays
     sizes: BackwardSizes

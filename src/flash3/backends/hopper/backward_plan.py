@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...problem import Problem, Request
-from ...sequences import Packed, SequenceKind
+from ...sequences import Packed, SequenceKind, Sequences
 from ..base import Gradients, Saved
 from . import backward_launch
-from .arguments import arrays_of, layout_of, tma_ready, with_columns
-from .backward_tiles import BackwardSpec, BackwardTiles, statistics_words
+from .arguments import arrays_of, layout_of, needs_zeros, packed, tma_ready, with_columns
+from .backward_tiles import BackwardSpec, BackwardTiles, is_ranked, statistics_words
 from .tiles import SequenceLayout
 
 MOST_HEADS = 65535
@@ -40,6 +42,10 @@ def spec_of(problem: Problem, q_layout: SequenceLayout, k_layout: SequenceLayout
     return backward_launch.backward_spec(problem.spec, q_layout, k_layout, lse_gradient)
 
 
+Launch = Callable[..., None]
+"""launch(q, k, v, out, d_out, lse, d_lse, sink, dq, dk, dv, d_sink, q_arrays, k_arrays), see flash3.plan.Plan."""
+
+
 @dataclass
 class Backward:
     """A plan's `run(request, saved, gradients)`, for requests of the plan's own problem, on the current stream."""
@@ -47,57 +53,86 @@ class Backward:
     problem: Problem
     tiles: BackwardTiles
     kernels: Callable[[BackwardSpec, BackwardTiles], Kernel]
-    ready: dict[tuple[Layouts, bool], Kernel] = field(default_factory=dict)
+    launches: dict[Layouts, Launch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.problem
         self.nothing = math.prod(p.out_shape) == 0 or p.sizes.batch == 0 or math.prod(p.k.shape) == 0
-        self.numbers = backward_launch.numbers(p.sizes, p.mask, p.device.multiprocessors)
 
     def __call__(self, request: Request, saved: Saved, gradients: Gradients) -> None:
-        index = saved.out.device.index
-        if index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                self(request, saved, gradients)
-            return
-        layouts = layout_of(request.q_sequences), layout_of(request.k_sequences)
-        self._clear(gradients, layouts)
+        g = gradients
         if self.nothing:
-            self._sink_alone(request, saved, gradients)
+            _clear(g.dq, g.dk, g.dv)
+            self._sink_alone(request, saved, g)
             return
-        width = spec_of(self.problem, *layouts).qk_width
-        q, k = with_columns(request.q, request.k, width, layouts)
-        statistics, words = self._workspace(request, width)
-        dq, dk, dv = (
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) if g is None else g
-            for t, g in ((request.q, gradients.dq), (request.k, gradients.dk), (request.v, gradients.dv))
-        )
-        d_lse = gradients.d_lse
-        self._kernel(layouts, d_lse is not None)(
-            *(tma_ready(t) for t in (q, k, request.v, saved.out, gradients.d_out)),
-            saved.lse.contiguous(),
-            None if d_lse is None else d_lse.float().contiguous(),
-            request.sink,
-            *(dq, dk, dv, statistics, words),
-            *(arrays_of(s) for s in (request.q_sequences, request.k_sequences)),
-            self.numbers,
-        )
-        if gradients.d_sink is not None:
-            shares = statistics.view(self.problem.sizes.heads_q, -1, statistics.shape[-1])[:, :, self.tiles.q + 1]
-            gradients.d_sink.copy_(shares.sum(1))
+        arrays = arrays_of(request.q_sequences), arrays_of(request.k_sequences)
+        with torch.cuda.device_of(saved.out):
+            dq, dk, dv = (
+                torch.empty(t.shape, dtype=t.dtype, device=t.device) if grad is None else grad
+                for t, grad in ((request.q, g.dq), (request.k, g.dk), (request.v, g.dv))
+            )
+            given = request.q, request.k, request.v, saved.out, g.d_out, saved.lse, g.d_lse, request.sink
+            self._launch(request)(*given, dq, dk, dv, g.d_sink, *arrays)
 
-    def _kernel(self, layouts: Layouts, lse_gradient: bool) -> Kernel:
-        found = self.ready.get((layouts, lse_gradient))
-        if found is None:
-            spec = spec_of(self.problem, *layouts, lse_gradient)
-            found = self.ready[layouts, lse_gradient] = self.kernels(spec, self.tiles)
-        return found
+    def prepare(self, request: Request) -> Launch | None:
+        """See flash3.plan.Plan."""
+        return None if self.nothing else self._launch(request)
 
-    def _clear(self, gradients: Gradients, layouts: Layouts) -> None:
-        """What no kernel writes: rows of no sequence, or everything where there is nothing to do."""
-        for grad, layout in ((gradients.dq, layouts[0]), (gradients.dk, layouts[1]), (gradients.dv, layouts[1])):
-            if grad is not None and (self.nothing or layout.kind is not SequenceKind.DENSE):
-                grad.zero_()
+    def _launch(self, request: Request) -> Launch:
+        layouts = layout_of(request.q_sequences), layout_of(request.k_sequences)
+        if layouts not in self.launches:
+            self.launches[layouts] = self._make_launch(request, layouts)
+        return self.launches[layouts]
+
+    def _make_launch(self, request: Request, layouts: Layouts) -> Launch:
+        """Microseconds count in what this returns: what the problem and the layouts decide is decided here."""
+        p, tiles = self.problem, self.tiles
+        spec = spec_of(p, *layouts)
+        widened = needs_zeros(request.q.shape[-1], spec.qk_width, layouts, request.q.element_size())
+        ragged_q, ragged_k = (layout.kind is not SequenceKind.DENSE for layout in layouts)
+        records = self._blocks(request.q, request.q_sequences, tiles.q) * p.sizes.heads_q
+        key_tiles = self._blocks(request.k, request.k_sequences, tiles.kv)
+        numbers = packed(backward_launch.numbers(p.sizes, p.mask, p.device.multiprocessors))
+        on_device = {"device": request.q.device}
+        new_statistics = partial(torch.empty, (records, statistics_words(tiles)), dtype=torch.float32, **on_device)
+        new_sum = partial(torch.empty, (records, tiles.q * spec.qk_width), dtype=torch.float32, **on_device)
+        new_order = partial(torch.empty, key_tiles, dtype=torch.int32, **on_device) if is_ranked(spec, tiles) else _nothing
+        compiled: dict[bool, Kernel] = {}
+
+        def kernel_for(lse_gradient: bool) -> Kernel:
+            if lse_gradient not in compiled:
+                compiled[lse_gradient] = self.kernels(replace(spec, lse_gradient=lse_gradient), tiles)
+            return compiled[lse_gradient]
+
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None, sink: Tensor | None,
+            dq: Tensor, dk: Tensor, dv: Tensor, d_sink: Tensor | None, q_arrays: Any, k_arrays: Any,
+        ) -> None:  # fmt: skip
+            if ragged_q:
+                dq.zero_()  # rows of no sequence, which no kernel writes
+            if ragged_k:
+                dk.zero_()
+                dv.zero_()
+            if widened:
+                q, k = with_columns(q, k, spec.qk_width)
+            if d_lse is not None:
+                d_lse = d_lse.float().contiguous()
+            kernel, statistics = kernel_for(d_lse is not None), new_statistics()
+            rest = lse.contiguous(), d_lse, sink, dq, dk, dv, statistics, new_sum(), new_order(), q_arrays, k_arrays, numbers
+            try:
+                kernel(q, k, v, out, d_out, *rest)
+            except Exception:
+                # The compiled function refuses pointers and strides that TMA cannot take, before it launches: no need to look first.
+                given = q, k, v, out, d_out
+                ready = [tma_ready(t) for t in given]
+                if all(a is b for a, b in zip(ready, given, strict=True)):
+                    raise
+                kernel(*ready, *rest)
+            if d_sink is not None:
+                shares = statistics.view(p.sizes.heads_q, -1, statistics.shape[-1])[:, :, tiles.q + 1]
+                d_sink.copy_(shares.sum(1))
+
+        return run
 
     def _sink_alone(self, request: Request, saved: Saved, gradients: Gradients) -> None:
         """No keys: O is 0 and L is the sink, so that only L's gradient reaches the sink."""
@@ -109,13 +144,17 @@ class Backward:
             heads = seen.movedim(-2, 0).flatten(1)
             gradients.d_sink.copy_(heads.sum(1, dtype=torch.float64))
 
-    def _workspace(self, request: Request, width: int) -> tuple[Tensor, Tensor]:
-        """Statistics and the float32 sum of dQ, `width` columns of it: a record for each head and block of queries."""
-        q, tiles, sizes = request.q, self.tiles, self.problem.sizes
-        if isinstance(request.q_sequences, Packed):
-            blocks = q.shape[0] // tiles.q + sizes.batch
-        else:
-            blocks = -(-q.shape[1] // tiles.q) * sizes.batch
-        records = blocks * sizes.heads_q
-        statistics = torch.empty(records, statistics_words(tiles), dtype=torch.float32, device=q.device)
-        return statistics, torch.empty(records, tiles.q * width, dtype=torch.float32, device=q.device)
+    def _blocks(self, rows: Tensor, sequences: Sequences, size: int) -> int:
+        """blocklist.num_blocks, on the host."""
+        batch = self.problem.sizes.batch
+        return rows.shape[0] // size + batch if isinstance(sequences, Packed) else -(-rows.shape[1] // size) * batch
+
+
+def _clear(*grads: Tensor | None) -> None:
+    for grad in grads:
+        if grad is not None:
+            grad.zero_()
+
+
+def _nothing() -> None:
+    """Stands where there is nothing to allocate."""

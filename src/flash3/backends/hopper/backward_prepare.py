@@ -7,7 +7,8 @@ equations   D = rowsum(dO ∘ O) − dL      L₂ = L·log2 e      d_sink = −�
 record      of each block of rows and head (blocklist), float32: L₂ (q) · whether some row has a second part, the block's share of the
             sink's gradient, a counter (backward_clear, backward_order), 0 · D (q) · second part of L₂ (q; backward_refine)
 
-roles       one block of 256 threads for each record; as many threads to a row as it has 16-byte pieces (a power of two), then one to a row
+roles       one block of 256 threads for each record; as many threads to a row as it has 16-byte pieces (a power of two), then one to a
+            row. Where lengths are ragged one block more, the first, which ranks the key tiles (backward_rank)
 zeros       everywhere, but: where tiles clear the sum ahead of each other (backward_clear) only for those that have none before them, and
             in a deterministic order, whose first tile stores, only for rows that nobody sees
 limits      16-bit O and dO; rows of 16 bytes
@@ -24,8 +25,9 @@ from ... import mask
 from . import blocklist
 from .backward_clear import clears_ahead, slices_of
 from .backward_operands import RowOperands
+from .backward_rank import rank_tiles
 from .backward_refine import LARGEST_EXACT, rest_of_row
-from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, TURN_WORD, BackwardSpec, BackwardTiles, DqPath, statistics_words
+from .backward_tiles import COUNTER_WORD, STATISTICS_TAIL, TURN_WORD, BackwardSpec, BackwardTiles, DqPath, is_ranked, statistics_words
 from .extents import Extent, extent_of
 from .masking import bounds_of
 from .rows import PIECE, piece_of, row_of, rows_of, statistic_of
@@ -60,14 +62,29 @@ class PrepareKernel:
 
     @cute.jit
     def launch(self, ops: RowOperands, blocks: Int32, heads: Int32, stream):
-        self.kernel(ops).launch(grid=[blocks, heads, 1], block=[THREADS, 1, 1], stream=stream)
+        rankers = int(is_ranked(self.spec, self.tiles))
+        self.kernel(ops).launch(grid=[blocks + rankers, heads, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, ops: RowOperands):
-        spec, tiles, z = self.spec, self.tiles, ops.sizes
+        spec, tiles = self.spec, self.tiles
         thread, _, _ = cute.arch.thread_idx()
         index, head, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks may come as soon as there is room
+        if const_expr(is_ranked(spec, tiles)):
+            index = index - 1
+            if index < 0:
+                if head == 0:
+                    rank_tiles(ops, thread, spec, tiles, THREADS)
+            else:
+                self.record(ops, index, head, thread)
+        else:
+            self.record(ops, index, head, thread)
+
+    @cute.jit
+    def record(self, ops: RowOperands, index: Int32, head: Int32, thread: Int32):
+        """One block of rows and head."""
+        spec, tiles, z = self.spec, self.tiles, ops.sizes
         smem = SmemAllocator()
         totals, lse = (smem.allocate_tensor(Float32, cute.make_layout(tiles.q), 16) for _ in range(2))
         sums = smem.allocate_tensor(Float32, cute.make_layout((WARPS, 2)), 16)

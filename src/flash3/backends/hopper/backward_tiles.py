@@ -101,6 +101,11 @@ class BackwardTiles:
         return self.split is Split.KEYS and self.q == KEYS_PER_CONSUMER
 
 
+def is_ranked(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
+    """Whether the device decides in which order key tiles are launched (backward_rank)."""
+    return spec.is_ragged and tiles.dq_path is not DqPath.ORDERED
+
+
 STATISTICS_TAIL = 4
 """32-bit words behind the L of a block's rows: whether some of them have a second part, the block's share of the sink's gradient, how many
 key tiles have added to the block's dQ (DqPath.ORDERED), and in the first record the counter of backward_schedule."""

@@ -30,6 +30,23 @@ def first_block(layout: SequenceLayout, arrays: SequenceArrays, batch, rows, siz
 
 
 @cute.jit
+def search(
+    index: Int32, arrays: SequenceArrays, batch: Int32, rows: Int32, layout: cutlass.Constexpr[SequenceLayout], size: cutlass.Constexpr[int]
+):
+    """The sequence that number `index` belongs to. Each thread asks for its own."""
+    if const_expr(layout.kind is not SequenceKind.PACKED):
+        return index // ((rows + size - 1) // size)
+    else:
+        found, end = Int32(0), batch
+        while end - found > 1:
+            middle = (found + end) // 2
+            begun = arrays.starts[middle] // size + middle <= index
+            found = middle if begun else found
+            end = end if begun else middle
+        return found
+
+
+@cute.jit
 def sequence_of(
     index: Int32, arrays: SequenceArrays, batch: Int32, rows: Int32, layout: cutlass.Constexpr[SequenceLayout], size: cutlass.Constexpr[int]
 ):

@@ -18,7 +18,7 @@ from ...problem import DType, Problem, Request, ScaleKind, Task
 from ...sequences import Padded, Paged, SequenceKind
 from ..base import Footprint, Refusal, Support, unaligned
 from . import backward_budget, backward_plan, backward_space, budget, heuristics, launch, roles, space
-from .arguments import arrays_of, is_straight, layout_of, tma_ready
+from .arguments import arrays_of, is_straight, layout_of, packed, tma_ready
 from .backward_tiles import BackwardSpec, BackwardTiles
 from .tiles import SEQUENCE_LIMIT, ForwardSpec, ScaleSign, SequenceLayout, Tiles
 
@@ -32,13 +32,6 @@ def compiled(spec: ForwardSpec | BackwardSpec, tiles: Any) -> Kernel:
     from . import backward_compile, compile
 
     return backward_compile.kernel(spec, tiles) if isinstance(spec, BackwardSpec) else compile.kernel(spec, tiles)
-
-
-def packed(numbers: tuple[float | int, ...]) -> Any:
-    """As TVM-FFI keeps a tuple, so that it need not be made at every call."""
-    from tvm_ffi import convert
-
-    return convert(numbers)
 
 
 class HopperBackend:
@@ -83,7 +76,7 @@ class HopperBackend:
         notes = (f"tiles {origin}",)
         if isinstance(base, BackwardSpec):
             backward = backward_plan.Backward(problem, chosen, self._kernels)
-            return Plan(backend=self.name, problem=problem, run=backward, tiles=chosen, notes=notes)
+            return Plan(backend=self.name, problem=problem, run=backward, prepare=backward.prepare, tiles=chosen, notes=notes)
         forward = Forward(problem, chosen, self._kernels)
         return Plan(backend=self.name, problem=problem, run=forward, prepare=forward.prepare, tiles=chosen, notes=notes)
 

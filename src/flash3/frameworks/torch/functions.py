@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ... import dispatch
 from ...dispatch import Explanation
 from ...mask import FULL, Mask
 from ...problem import Problem, check_differentiable, check_options
+from ...settings import deciding
 from . import operators, recall
 from .describe import DTYPES, describe
 from .operators import Arguments, mask_numbers
@@ -85,6 +86,13 @@ class RememberedAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         out, lse, *tensors = ctx.saved_tensors
         path: DifferentiablePath = ctx.path
+        derive = path.gradient(d_out, tensors)
+        if derive is not None:
+            assert d_out is not None
+            needed = ctx.needs_input_grad
+            all_grads = derive(operators.rows(d_out), d_lse, out, lse, tensors)
+            found = [g if need else None for g, need in zip(all_grads, needed[1:], strict=False)]
+            return (None, *found, *[None] * (len(tensors) - len(found)))
         inputs = path.rest._replace(**dict(zip(path.names, tensors, strict=True)))  # type: ignore[arg-type]
         needs = [name in path.names and ctx.needs_input_grad[1 + path.names.index(name)] for name in ("q", "k", "v", "sink")]
         grads = gradients(d_out, d_lse, out, lse, needs, inputs)
@@ -100,6 +108,19 @@ class DifferentiablePath:
     names: list[str]
     rest: Arguments
     return_lse: bool
+    gradients: dict[Any, recall.GradientPath | None] = field(default_factory=dict)
+    """By what decides, besides the call, which backend it is."""
+
+    def gradient(self, d_out: Tensor | None, tensors: list[Tensor]) -> recall.GradientPath | None:
+        """The short way for this gradient, if it may be taken. tensors: like those of the call that was remembered."""
+        q, k, v = tensors[:3]
+        if d_out is None or torch.is_grad_enabled() or type(d_out) is not Tensor or not operators.unwatched(q, k, v):
+            return None
+        key = deciding(), dispatch.choose, len(dispatch.BACKENDS)
+        if key not in self.gradients:
+            inputs = self.rest._replace(**dict(zip(self.names, tensors, strict=True)))  # type: ignore[arg-type]
+            self.gradients[key] = recall.gradient(inputs)
+        return self.gradients[key]
 
     @staticmethod
     def of(forward: recall.Path, a: Arguments, return_lse: bool) -> recall.Path:

@@ -62,16 +62,16 @@ class Arguments(NamedTuple):
         """The same call in the library's own words."""
         mask = Mask(causal=self.causal, left=self.left, right=self.right, chunk=self.chunk, q_offset=self.q_offset, k_offset=self.k_offset)
         return Request(
-            q=_rows(self.q),
-            k=_rows(self.k),
-            v=_rows(self.v),
+            q=rows(self.q),
+            k=rows(self.k),
+            v=rows(self.v),
             q_sequences=self._queries(),
             k_sequences=self._keys(),
             mask=mask,
             scale=self.scale,
             softcap=self.softcap,
             sink=self.sink,
-            qv=None if self.qv is None else _rows(self.qv),
+            qv=None if self.qv is None else rows(self.qv),
             q_scale=self.q_scale,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
@@ -121,7 +121,7 @@ def mask_numbers(mask: Mask | None) -> dict[str, Any]:
     return {"causal": m.causal, "left": m.left, "right": m.right, "chunk": m.chunk, "q_offset": m.q_offset, "k_offset": m.k_offset}
 
 
-def _rows(t: Tensor) -> Tensor:
+def rows(t: Tensor) -> Tensor:
     """Kernels read rows of contiguous elements; anything else is copied once."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
@@ -144,7 +144,7 @@ def backward(
     plan = backward_plan(arguments, request)
     dq, dk, dv, d_sink = _gradients_like(arguments, needs)
     wanted = [g if need else None for g, need in zip((dq, dk, dv, d_sink), needs, strict=True)]
-    gradients = Gradients(d_out=_rows(d_out), d_lse=d_lse, dq=wanted[0], dk=wanted[1], dv=wanted[2], d_sink=wanted[3])
+    gradients = Gradients(d_out=rows(d_out), d_lse=d_lse, dq=wanted[0], dk=wanted[1], dv=wanted[2], d_sink=wanted[3])
     with undisturbed(request.q.device):
         plan.run(request, Saved(out=out, lse=lse), gradients)
     return dq, dk, dv, d_sink

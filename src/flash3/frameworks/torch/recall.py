@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ Said = tuple[Any, ...] | None
 Result = Tensor | tuple[Tensor, Tensor]
 Path = Callable[..., Result]
 """What finishes a call: takes its tensors, returns what the public function does."""
+GradientPath = Callable[[Tensor, Tensor | None, Tensor, Tensor, Sequence[Tensor]], list[Tensor]]
+"""(d_out, d_lse, out, lse, the call's tensors) → gradients of q, k, v and, where there is one, the sink."""
 Allocate = Callable[[], Tensor]
 Guard = Callable[..., bool]
 """Whether a call's tensors are like those of the one that was remembered."""
@@ -189,6 +191,35 @@ def _forward(a: Arguments, lse: bool) -> Path | None:
     if not dense or a.sink is not None:
         return any_other
     return dense_without_lse if new_lse is None else dense_with_lse
+
+
+def gradient(a: Arguments) -> GradientPath | None:
+    """Allocate and launch the backward of a call; gives out dq, dk, dv, and d_sink if there is a sink. None: the backend has no way
+    without a Request.
+
+    Raises:
+        NotImplementedError: no backend has the gradient.
+    """
+    request, device = a.request(Task.BACKWARD, lse=True), a.q.device
+    ready = plans.prepared(a, request)
+    launch = None if ready.plan.prepare is None else ready.plan.prepare(request)
+    if launch is None:
+        return None
+    new = [_allocator(tuple(t.shape), t.dtype, device) for t in (a.q, a.k, a.v, a.sink) if t is not None]
+    index, current_device = (device.index, torch._C._cuda_getDevice) if device.type == "cuda" else (None, _no_device)
+    pick = _picker(a)
+
+    def run(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if current_device() != index:
+            with torch.cuda.device(device):
+                return run(d_out, d_lse, out, lse, tensors)
+        grads = [allocate() for allocate in new]
+        sink, *arrays = pick(tuple(tensors))
+        dq, dk, dv, d_sink = grads if len(grads) > 3 else (*grads, None)
+        launch(*tensors[:3], out, d_out, lse, d_lse, sink, dq, dk, dv, d_sink, *arrays)
+        return grads
+
+    return run
 
 
 def _no_device() -> None:
