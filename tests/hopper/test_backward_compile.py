@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 INTERIOR = {"backward_64_full": 590, "backward_64_causal_short": 580, "backward_128_full_short": 400, "backward_128_causal": 430}
 ALWAYS = ("backward_64_full", "backward_64_causal_short", "backward_128_causal", "backward_256_causal", "backward_128_chunk_deterministic")
 """Compiled in every run; the others with -m slow."""
-MOST_SPILLED_BYTES = 288
+MOST_SPILLED_BYTES = 352
 """Of the main kernel, in all: between tiles, and in the rare walk."""
 MOST_RELOADS = 6
 """Of what does not change, in a loop that counts: at width 64 two consumers have no register to spare."""

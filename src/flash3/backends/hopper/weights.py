@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ... import mask
+from ...mask import MaskKind
 from ...sequences import SequenceKind
 from .backward_operands import BackwardSizes
 from .backward_tiles import BackwardSpec, BackwardTiles
@@ -90,7 +91,8 @@ class Weights:
         if const_expr(not self.spec.softcap):
             lse = read_rows(self.rows, stage, self.first_column, self.tiles)
         limits, first_row = self.mask.limits(q_block * self.tiles.q), q_block * self.tiles.q + self.first_column
-        pairs = 1 if self.tiles.dq_transposed else self.tiles.q // 8  # at once: as ptxas spills least
+        one_edge = self.spec.mask_kind in (MaskKind.FULL, MaskKind.CAUSAL)
+        pairs = self.tiles.q // 8 if one_edge and not self.tiles.dq_transposed else 1  # at once: as ptxas spills least
         if const_expr(coarse and pairs > 1):
             rest = self.rest_of(first_row, stage, pairs)
         pair = cute.make_rmem_tensor(2, Float32)
@@ -123,15 +125,15 @@ class Weights:
     def rest_of(self, row: Int32, stage: Int32, pairs: cutlass.Constexpr[int]):
         """The second part of L₂ of rows row + 8j + e, in global memory, at (e, j)."""
         found = cute.make_rmem_tensor((2, pairs), Float32)
-        found.fill(0.0)
-        if self.rows[self.tiles.q, stage] != Float32(0.0):
-            layout, z, q = self.spec.q_layout, self.sizes, self.queries
-            head = self.record // z.q_blocks
-            if const_expr(layout.kind is SequenceKind.DENSE):  # known anyhow: nothing to be kept for this walk
-                q = Extent((self.record - head * z.q_blocks) // (z.q_blocks // z.batch), Int32(0), z.q_rows)
-            for j in cutlass.range_constexpr(pairs):
-                for e in cutlass.range_constexpr(2):
-                    found[e, j] = second_part_at(self.dq, layout, q, head, cutlass.min(row + (8 * j + e), q.length - 1))[0]
+        some = self.rows[self.tiles.q, stage] != Float32(0.0)  # else anything may be there; a branch would serialize the matmuls
+        layout, z, q = self.spec.q_layout, self.sizes, self.queries
+        head = self.record // z.q_blocks
+        if const_expr(layout.kind is SequenceKind.DENSE):  # known anyhow: nothing to be kept for this walk
+            q = Extent((self.record - head * z.q_blocks) // (z.q_blocks // z.batch), Int32(0), z.q_rows)
+        for j in cutlass.range_constexpr(pairs):
+            for e in cutlass.range_constexpr(2):
+                there = second_part_at(self.dq, layout, q, head, cutlass.min(row + (8 * j + e), q.length - 1))[0]
+                found[e, j] = cutlass.select_(some, there, Float32(0.0))
         return found
 
 
