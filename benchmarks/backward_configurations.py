@@ -48,6 +48,12 @@ def _dense() -> None:
             if width == 64:
                 _add_other_blocks(f"backward_{width}_{mask.value}_short", spec, short)
             _add_other_blocks(f"backward_{width}_{mask.value}", spec, tiles)
+    for mask in (FULL, CAUSAL):
+        spec, tiles = BACKWARD[f"backward_256_{mask.value}"]
+        _add(f"backward_256_{mask.value}_short", spec, backward_budget.choose(spec, SHORT))
+
+    spec, tiles = BACKWARD["backward_256_causal"]
+    _add("backward_256_causal_alone", spec, replace(tiles, cluster=1, ds_stages=2))
     spec = _spec(128, CAUSAL)
     _add("backward_128_causal_middle", spec, backward_budget.choose(spec, MIDDLE))
 

@@ -1,9 +1,9 @@
-"""The backward kernel's protocol as a small model: roles × pipes × named barriers (machine.py searches it).
+"""The protocol of a backward whose consumers share keys, as a small model: roles × pipes × named barriers (machine.py searches it).
 
 roles       the producer warp, the sender warp where there is one, and one actor for each consumer (its four warps go in step)
 pipes       q, do, k and v with the arrivals and the parities of the kernel; V in two halves, since each consumer overwrites its own
 matmul      reads its operands from its issue until the wait that covers it
-buffers     dS a half of each consumer and stage, P, and the halves of dQ: written at once, read from the issue of what reads them
+buffers     dS a half of each consumer and stage, and the halves of dQ: written at once, read from the issue of what reads them
 
 Programs are straight and written by hand after the kernel, method by method: whoever changes who waits for what there changes it here.
 
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-
-from flash3.backends.hopper.backward_tiles import Split
 
 from .machine import NOTHING, Machine, Op, Pipe, Program, Variables, require, search
 
@@ -36,7 +34,6 @@ class Fault(enum.Enum):
     NO_KEYS_BARRIER = "dK written without waiting for the other consumer's last dQ"
     NO_SLOT_BARRIER = "a half of dQ written without waiting for the sender"
     SENT_UNREAD = "a half of dQ given back before it is read"
-    P_NOT_AWAITED = "P read without a wait"
     NO_READ_BARRIER = "a consumer in turn writes dS without waiting for the reader of what lay there"
     NO_LAST_TURN = "the first consumer keeps its last turn"
     ARRIVAL_TOO_MANY = "the empty barriers of Q want one arrival too many"
@@ -49,7 +46,6 @@ class Protocol:
     blocks: int
     q_stages: int = 2
     do_stages: int = 2
-    split: Split = Split.KEYS
     sender: bool = False
     in_turn: bool = False
     fault: Fault | None = None
@@ -68,9 +64,8 @@ class Shared:
         self.v = [Pipe(v, f"V half {w} ", 1, CONSUMERS) for w in range(CONSUMERS)]
         stages = 1 if p.fault is Fault.ONE_DS_BUFFER else 2
         self.ds = [[v.add(f"dS{i} of {w}", NOTHING) for w in range(CONSUMERS)] for i in range(stages)]
-        self.probabilities = v.add("P", NOTHING)
         self.slots = [v.add(f"dQ half {w}", NOTHING) for w in range(CONSUMERS)]
-        self.scores_done, self.keys_read, self.p_ready = (v.add(name) for name in ("dS written", "keys read", "P written"))
+        self.scores_done, self.keys_read = (v.add(name) for name in ("dS written", "keys read"))
         self.written = [[v.add(f"dS{i} of {w} written") for i in range(2)] for w in range(CONSUMERS)]
         self.was_read = [[v.add(f"dS{i} read by {w}") for i in range(2)] for w in range(CONSUMERS)]
         self.turn = [v.add(f"turn {w}") for w in range(CONSUMERS)]
@@ -79,7 +74,7 @@ class Shared:
 
     def barriers(self) -> list[int]:
         pipes = [self.q, self.do, self.k, *self.v]
-        named = [self.scores_done, self.keys_read, self.p_ready, *self.free, *self.full, *self.turn]
+        named = [self.scores_done, self.keys_read, *self.free, *self.full, *self.turn]
         named += [at for stages in self.written + self.was_read for at in stages]
         return [at for pipe in pipes for at in pipe.full] + named
 
@@ -165,12 +160,9 @@ class Consumer(Program):
         self.step(Op.PUT, self.stage()[half], self.n)
 
     def issue_dq(self) -> None:
-        for half in self.halves():
+        for half in self.stage():
             self.step(Op.READ, half, self.n)
-        self.groups.append((*self.halves(), self.shared.k.content[0]))
-
-    def halves(self) -> list[int]:
-        return self.stage()
+        self.groups.append((*self.stage(), self.shared.k.content[0]))
 
     def add_dq(self) -> None:
         if not self.p.sender:
@@ -262,76 +254,11 @@ class TurnConsumer(Consumer):
         self.sync_named(self.read_barrier(1 - self.me, self.n + 1))
 
 
-class ScoreConsumer(Consumer):
-    """backward_roles.ScoreConsumer."""
-
-    def block(self) -> None:
-        s = self.shared
-        q = self.take(s.q)
-        self.groups.append((q, s.k.content[0]))
-        self.wait_groups(0)
-        self.step(Op.PUT, s.probabilities, self.n)
-        self.step(Op.ARRIVE, s.p_ready, CONSUMERS)
-        self.release(s.q, self.n)
-        do = self.take(s.do)
-        self.groups.append((do,))  # dV
-        if self.p.fault is Fault.DO_RELEASED_EARLY:
-            self.release(s.do, self.n)
-        self.sync(s.scores_done, Fault.NO_SCORE_BARRIER)
-        self.issue_dq()
-        self.wait_groups(0)
-        if self.p.fault is not Fault.DO_RELEASED_EARLY:
-            self.release(s.do, self.n)
-        self.add_dq()
-
-    def halves(self) -> list[int]:
-        return self.stage()[:1]  # dS is the other consumer's alone
-
-    def finish(self) -> None:
-        self.sync(self.shared.keys_read, Fault.NO_KEYS_BARRIER)
-        for half in self.shared.v:
-            self.step(Op.PUT, half.content[0], GRADIENT)
-
-
-class GradientConsumer(ScoreConsumer):
-    """backward_roles.GradientConsumer."""
-
-    def block(self) -> None:
-        s = self.shared
-        do = self.take(s.do)
-        self.groups.append((do, *(half.content[0] for half in s.v)))
-        self.wait_groups(0)
-        if self.p.fault is not Fault.P_NOT_AWAITED:
-            self.step(Op.ARRIVE, s.p_ready, CONSUMERS)
-            self.step(Op.WAIT, s.p_ready, self.n % 2)
-        self.step(Op.READ, s.probabilities, self.n)
-        self.groups.append((s.probabilities,))
-        self.wait_groups(0)
-        self.write_ds(0)
-        self.sync(s.scores_done)
-        self.release(s.do, self.n)
-        q = self.take(s.q)
-        self.issue_dq()
-        self.groups.append((q,))  # dK
-        if self.p.fault is Fault.Q_RELEASED_EARLY:
-            self.release(s.q, self.n)
-        self.wait_groups(1)
-        self.add_dq()
-        self.wait_groups(0)
-        if self.p.fault is not Fault.Q_RELEASED_EARLY:
-            self.release(s.q, self.n)
-
-    def finish(self) -> None:
-        self.sync(self.shared.keys_read, Fault.NO_KEYS_BARRIER)
-        self.step(Op.PUT, self.shared.k.content[0], GRADIENT)
-
-
 def check(p: Protocol, every_order: bool = False) -> int:
     """How many states there are. Raises Violation."""
     shared = Shared(p)
-    by_keys = TurnConsumer if p.in_turn else Consumer
-    kinds = (by_keys, by_keys) if p.split is Split.KEYS else (ScoreConsumer, GradientConsumer)
-    programs: list[Program] = [Producer(p, shared), *(kind(p, shared, me) for me, kind in enumerate(kinds))]
+    kind = TurnConsumer if p.in_turn else Consumer
+    programs: list[Program] = [Producer(p, shared), *(kind(p, shared, me) for me in range(CONSUMERS))]
     if p.sender:
         programs.append(Sender(p, shared))
     pipes = [shared.q, shared.do, shared.k, *shared.v]

@@ -108,12 +108,19 @@ class Program:
 
 class Machine:
     """States begin with how far each program has come. full_of: the barrier of each stage that TMA fills; written_of: for each O buffer,
-    where it says how many warps have written it."""
+    where it says how many warps have written it; source_of: for a stage that is filled from another stage, which one."""
 
-    def __init__(self, programs: Iterable[Program], variables: Variables, full_of: dict[int, int], written_of: dict[int, int]):
+    def __init__(
+        self,
+        programs: Iterable[Program],
+        variables: Variables,
+        full_of: dict[int, int],
+        written_of: dict[int, int],
+        source_of: dict[int, int] | None = None,
+    ):
         self.programs = [tuple(program.steps) for program in programs]
         self.names, self.start = variables.names, tuple(variables.start)
-        self.full_of, self.written_of = full_of, written_of
+        self.full_of, self.written_of, self.source_of = full_of, written_of, source_of or {}
 
     def is_over(self, state: State) -> bool:
         """Every program, and every load and store."""
@@ -127,7 +134,8 @@ class Machine:
 
     def readers(self, state: State) -> frozenset[int]:
         """Every stage that somebody may be reading."""
-        return frozenset().union(*(p[at].reads for at, p in zip(state, self.programs, strict=False) if at < len(p)))
+        copied = (source for target, source in self.source_of.items() if state[target] < 0)
+        return frozenset(copied).union(*(p[at].reads for at, p in zip(state, self.programs, strict=False) if at < len(p)))
 
     def successors(self, state: State) -> Iterator[State]:
         """Every order."""
@@ -142,12 +150,13 @@ class Machine:
                 yield with_changes(state, (at, 0))
 
     def fewer_successors(self, state: State) -> Iterable[State]:
-        """A wait that would pass, or the beginning of a read, goes alone: no other step changes what it finds, nor the other way round,
-        and the reader has the longer stretch."""
+        """A wait that would pass, the beginning of a read, or an arrival of who reads nothing goes alone: no other step changes what it
+        finds, nor the other way round, and the reader has the longer stretch."""
         for actor, program in enumerate(self.programs):
             if state[actor] < len(program):
                 step = program[state[actor]]
-                if step.op is Op.READ or (step.op is Op.WAIT and state[step.at] & 1 != step.value):
+                free = step.op is Op.ARRIVE and not step.reads
+                if step.op is Op.READ or free or (step.op is Op.WAIT and state[step.at] & 1 != step.value):
                     return self.after(state, actor, step)
         return self.successors(state)
 

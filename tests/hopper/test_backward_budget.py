@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.backward_configurations import BACKWARD
 from flash3.backends.hopper import backward_budget
-from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath, Order, Split
+from flash3.backends.hopper.backward_tiles import BackwardSpec, BackwardTiles, DqPath, Order, Split, tiles_of
 from flash3.mask import MaskKind
 
 
@@ -26,7 +26,7 @@ def test_every_pair_of_head_dims_has_tiles(softcap: bool, deterministic: bool) -
 
 
 def test_the_list_covers_every_choice() -> None:
-    assert len(BACKWARD) <= 60
+    assert len(BACKWARD) <= 66
     specs, tiles = zip(*BACKWARD.values(), strict=True)
     assert {s.mask_kind for s in specs} == set(MaskKind)
     assert {t.dq_path for t in tiles} == set(DqPath)
@@ -48,6 +48,9 @@ def test_the_list_covers_every_choice() -> None:
         ("backward_64_full", {"q": 64}, "width 128"),
         ("backward_64_full", {"do_stages": 1}, "stages of Q, dO and dS"),
         ("backward_256_full", {"q_stages": 0}, "need a stage"),
+        ("backward_256_full", {"ds_stages": 2}, "shared memory"),
+        ("backward_256_causal_packed", {"cluster": 4}, "cluster must be"),
+        ("backward_128_full", {"cluster": 2}, "cluster must be"),
         ("backward_256_full", {"order": Order.IN_TURN}, "turns need"),
         ("backward_128_full_softcap", {"order": Order.IN_TURN}, "turns need"),
         ("backward_128_full_shared", {"order": Order.IN_TURN}, "turns need"),
@@ -55,7 +58,7 @@ def test_the_list_covers_every_choice() -> None:
         ("backward_256_full", {"q_stages": 3}, "shared memory"),
         ("backward_256_full", {"kv_stages": 2}, "persistent"),
         ("backward_128_causal_packed", {"kv_stages": 2}, "persistent"),
-        ("backward_256_full", {"dq_path": DqPath.SHARED}, "shared memory"),
+        ("backward_256_full", {"dq_path": DqPath.SHARED}, "no sender"),
         ("backward_64_full_deterministic", {"dq_path": DqPath.SHARED}, "ordered"),
     ],
 )
@@ -80,3 +83,16 @@ def test_turns_are_for_long_walks(width: int, mask: MaskKind, heads: int, in_tur
 def test_widths_that_no_kernel_has() -> None:
     spec = BackwardSpec(qk_width=96, v_width=96)
     assert "tile widths" in backward_budget.problems(spec, BackwardTiles(q=64))[0]
+
+
+@pytest.mark.parametrize(("cluster", "length", "tiles"), [(1, 0, 0), (1, 65, 2), (1, 200, 4), (2, 1, 2), (2, 128, 2), (2, 129, 4)])
+def test_tiles_of_a_sequence(cluster: int, length: int, tiles: int) -> None:
+    """In a cluster the last one may be empty."""
+    assert tiles_of(length, BackwardTiles(q=64, kv=64, split=Split.ROLES, cluster=cluster)) == tiles
+
+
+def test_registers_of_a_block() -> None:
+    """setmaxnreg moves registers between warpgroups: it waits for ever where their sum is more than there is at entry."""
+    for _, tiles in BACKWARD.values():
+        held = backward_budget.producer_registers(tiles) + sum(backward_budget.consumer_registers(tiles))
+        assert held <= backward_budget.entry_registers(tiles) * (1 + tiles.consumers) <= backward_budget.REGISTERS_PER_BLOCK // 128

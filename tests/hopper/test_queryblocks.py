@@ -17,6 +17,8 @@ from flash3.mask import Mask, visible_rows
 from tests.hopper.test_keyblocks import LENGTHS, MASKS
 
 TILES = BackwardTiles(q=16, kv=32)
+PAIR = BackwardTiles(q=16, kv=16, cluster=2)
+"""Two tiles that walk together as one of TILES does."""
 
 
 def spec_of(m: Mask) -> BackwardSpec:
@@ -55,15 +57,16 @@ def test_blocks(m: Mask) -> None:
                 b = query_blocks(spec_of(m), TILES, tile, q_len, k_len, bounds)
                 assert [b.at(i) for i in range(b.count())] == some
                 assert [b.first + b.left_edge + i for i in range(b.interior)] == every
+                assert query_blocks(spec_of(m), PAIR, tile, q_len, k_len, bounds) == b
 
 
-def visits(m: Mask, q_len: int, k_len: int) -> tuple[list[list[int]], list[list[int]]]:
-    """For each key tile its blocks in the order of its walk, and its rank at each of them."""
+def visits(m: Mask, q_len: int, k_len: int, cluster: int = 1) -> tuple[list[list[int]], list[list[int]]]:
+    """For each key tile (of a cluster: its tiles together) its blocks in the order of its walk, and its rank at each of them."""
     bounds = m.bounds(q_len, k_len)
     num_tiles, num_blocks = -(-k_len // TILES.kv), -(-q_len // TILES.q)
     orders, ranks = [], []
     for tile in range(num_tiles):
-        turns = Turns(tile, num_tiles, num_blocks, k_len, bounds)
+        turns = Turns(tile, num_tiles, num_blocks, k_len, bounds, cluster)
         blocks = query_blocks(spec_of(m), TILES, tile, q_len, k_len, bounds, shift=turns.shift(m.kind))
         orders.append([blocks.at(i) for i in range(blocks.count())])
         ranks.append([turns.rank(block, TILES.q, TILES.kv, m.kind) for block in orders[-1]])
@@ -89,14 +92,15 @@ def run_in_order(orders: list[list[int]], ranks: list[list[int]], multiprocessor
         assert moved, "every tile waits"
 
 
+@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("m", MASKS, ids=str)
-def test_turns(m: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns(m: Mask, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every block of queries each visitor has a rank of its own, and with as many multiprocessors as a group has tiles none waits for
     ever."""
-    monkeypatch.setattr(backward_order, "GROUP", 3)
+    monkeypatch.setattr(backward_order, "GROUP", 3 * cluster)
     for q_len in (0, 1, 16, 17, 48, 130, 200):
         for k_len in (1, 32, 33, 100, 130, 320):
-            orders, ranks = visits(m, q_len, k_len)
+            orders, ranks = visits(m, q_len, k_len, cluster)
             by_block: dict[int, list[int]] = {}
             for order, rank in zip(orders, ranks, strict=True):
                 for block, number in zip(order, rank, strict=True):
@@ -114,15 +118,17 @@ def test_a_full_walk_meets_nobody() -> None:
         assert len({order[step] for order in orders}) == 8
 
 
+@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize(("num_tiles", "columns"), [(1, 1), (5, 3), (64, 2), (65, 4), (200, 3)])
-def test_launch_order(num_tiles: int, columns: int) -> None:
+def test_launch_order(num_tiles: int, columns: int, cluster: int) -> None:
     """Every tile once; groups one after another, and all of a column's group side by side."""
-    found = [place(i, num_tiles, columns) for i in range(num_tiles * columns)]
+    most = backward_order.GROUP // cluster
+    found = [place(i, num_tiles, columns, cluster=cluster) for i in range(num_tiles * columns)]
     assert sorted(found) == [(tile, column) for tile in range(num_tiles) for column in range(columns)]
-    groups = [tile // backward_order.GROUP for tile, _ in found]
+    groups = [tile // most for tile, _ in found]
     assert groups == sorted(groups)
     for a, b in itertools.pairwise(found):
-        assert a[1] != b[1] or b[0] == a[0] + 1 or b[0] // backward_order.GROUP != a[0] // backward_order.GROUP
+        assert a[1] != b[1] or b[0] == a[0] + 1 or b[0] // most != a[0] // most
 
 
 def test_both_walks_agree() -> None:

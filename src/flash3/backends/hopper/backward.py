@@ -10,24 +10,27 @@ shared memory.
 
 roles       warps      registers      job
 producer    0          24             TMA loads of K, V, Q, dO; bulk loads of L and D beside Q and dO
-sender      1          24             DqPath.SHARED: adds dQ to global memory by bulk reduction
+sender      1          24             Split.KEYS but DqPath.REGISTERS: adds dQ to global memory by bulk reduction
 spare       1 … 3      24             one clears dQ's sum for tiles that come later (backward_clear.py); in turn all convert that of tiles
                                       that came earlier (backward_behind.py). Not in a deterministic order, not where lengths are ragged
-consumer i  4(i+1) …   240            Split.KEYS: 64 keys, all five matmuls (backward_consumer.py); Split.ROLES, for widths over 128: the
-                                      same 64 keys, P and dV or dS and dK, half of dQ (backward_roles.py)
+consumer i  4(i+1) …   240            Split.KEYS, two of them: 64 keys, all five matmuls (backward_consumer.py)
+                       200, 192, 96   Split.ROLES, for widths over 128, three: the same 64 keys, P and dV, dS and dK, dQ
+                                      (backward_roles.py)
 
 pipes       cargo              stages            filled by   emptied by                            arrivals to empty
 k, v        K, V tile          tiles.kv_stages   TMA         consumers, after a tile: persistent    one per consumer warp
 q           Q block and L      tiles.q_stages    TMA, bulk   consumers, after dK += dSᵀ·Q          one per consumer warp
 do          dO block and D     tiles.do_stages   TMA, bulk   consumers, after dV += Pᵀ·dO          one per consumer warp
-Where a block starts early (backward_tiles), K has no barrier of its own but that of the first Q, V that of the first dO.
-dS has two buffers: who writes the next block's has passed the barrier of this one, so nobody reads that of the one before. With Split.KEYS
-Q, dO and dS of a block have the same place in their rings.
+half of K   other block's K   1, in a cluster   TMA         nobody
+Readers of Q and dO are two consumers. Where a block starts early (backward_tiles), K has no barrier of its own but that of the first Q, V
+that of the first dO.
+Split.KEYS: dS has two buffers: who writes the next block's has passed the barrier of this one, so nobody reads that of the one before; Q,
+dO and dS of a block have the same place in their rings. Split.ROLES: mbarriers of its own (backward_exchange.py).
 
-barriers    0 the block, once · 1 dS of both consumers is written · 2 both have read K for the last time (dK goes out in its place)
+barriers    0 the block, once · 1 dS of both consumers is written · 2 all have read K for the last time (dK goes out in its place)
             3+i consumer i's threads, around its rows of dK, dV · 5+i, 7+i its half of dQ is free, full (dq.py)
-            9 Split.ROLES: P is in shared memory · Order.IN_TURN: 5+i consumer i's turn, 8+2i+j it has written dS into stage j,
-            12+2i+j it has read that · 7 both have added the last of a tile's dQ (backward_behind.py)
+            Split.ROLES: 1 V is read for the last time, 5+j P is in stage j · Order.IN_TURN: 5+i consumer i's turn, 8+2i+j it has
+            written dS into stage j, 12+2i+j it has read that · 7 both have added the last of a tile's dQ (backward_behind.py)
 
 timeline    Split.KEYS, a block, both consumers in step:   Sᵀ dPᵀ │ P │ dS → shared memory │ barrier │ dQ │ dV dK, dQ leaves among them
             Order.IN_TURN, for each:   │ dQ₋₁ dV dK, Sᵀ dPᵀ of the next block │ its P, dS → shared memory, under the other's turn │
@@ -46,15 +49,17 @@ from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
-from .backward_barriers import BackwardBarrierId, say_added, sync_consumers, wait_added
+from .backward_barriers import BackwardBarrierId, arrive_consumers, say_added, sync_consumers, wait_added
 from .backward_behind import Converter, say_done
-from .backward_clear import clear_slice, make_zeros, say_cleared, slice_of
+from .backward_clear import clear_slice, make_zeros, say_cleared, slice_of, wait_cleared
 from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
+from .backward_exchange import Exchange, exchange_barriers, init_exchange
 from .backward_io import (
     FirstStage,
     GradientStore,
     KeyTile,
     Loads,
+    OthersKeys,
     StagedRowsLoad,
     TileKeys,
     begin_tile,
@@ -64,9 +69,10 @@ from .backward_io import (
 )
 from .backward_operands import BackwardOperands
 from .backward_order import Turns
-from .backward_roles import GradientConsumer, HalfOfDq, ScoreConsumer
+from .backward_roles import DqConsumer, GradientConsumer, ScoreConsumer, TakenInOrder, walk_dq, walk_gradients
 from .backward_schedule import KeyDispatcher, KeyFollower
 from .backward_tiles import (
+    CONSUMERS,
     COUNTER_WORD,
     PIECE_STAGES,
     PIECE_WORDS,
@@ -81,6 +87,7 @@ from .backward_tiles import (
     converts_behind,
     is_ranked,
     starts_early,
+    tiles_of,
 )
 from .dq import HandOver, RegisterReduction, Sender, send_all
 from .extents import Extent, extent_of
@@ -100,8 +107,8 @@ class Buffers:
     K: cute.Tensor
     V: cute.Tensor
     dS: cute.Tensor  # (queries, keys, stage)
+    half_of_k: object  # (keys, columns, 1), of the cluster's other block; None without clusters
     dQ: object  # DqPath.SHARED: (half, consumer) float32
-    P: object  # Split.ROLES: P as it lies in registers, words
     L: cute.Tensor  # (words, stage)
     D: cute.Tensor
     zeros: object = None  # clears_ahead: float32
@@ -112,9 +119,9 @@ class Buffers:
 class Parts:
     """What a consumer is put together from."""
 
-    def __init__(self, kernel, ops: BackwardOperands, tile: KeyTile, buffers: Buffers, q_pipe, do_pipe, thread, me):
+    def __init__(self, kernel, ops: BackwardOperands, tile: KeyTile, buffers: Buffers, q_pipe, do_pipe, exchange, thread, me):
         self.spec, self.tiles = kernel.spec, kernel.tiles
-        self.ops, self.tile, self.buffers, self.q_pipe, self.do_pipe = ops, tile, buffers, q_pipe, do_pipe
+        self.ops, self.tile, self.buffers, self.q_pipe, self.do_pipe, self.barriers = ops, tile, buffers, q_pipe, do_pipe, exchange
         self.all_thread, self.me = thread, me
         by_keys = self.tiles.split is Split.KEYS
         self.thread = thread if by_keys else thread % roles.WARPGROUP_THREADS
@@ -164,7 +171,7 @@ class Parts:
     def dq_path(self):
         words = self.tiles.q * self.spec.qk_width
         thread = self.all_thread % roles.WARPGROUP_THREADS
-        if self.tiles.dq_path is DqPath.REGISTERS:
+        if not self.tiles.has_sender:
             return RegisterReduction(self.ops.dq_sum, self.me, thread, words)
         fours = words // 2 // (4 * roles.WARPGROUP_THREADS)
         place = (self.buffers.dQ[None, self.me].iterator + 4 * thread).align(16)
@@ -175,17 +182,20 @@ class Parts:
         """The copy of dS to shared memory, and this thread's part of the target."""
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), storage.ELEMENTS[self.spec.dtype])
         copy = cute.make_tiled_copy_C(atom, self.scores)
-        target = storage.transposed(self.buffers.dS, self.tiles.kv, self.tiles.q, self.tiles.ds_stages)
-        return copy, copy.get_slice(self.thread).partition_D(target)
+        return copy, copy.get_slice(self.thread).partition_D(self.ds_place())
+
+    def ds_place(self):
+        """dSᵀ, over its stages."""
+        return storage.transposed(self.buffers.dS, self.tiles.kv, self.tiles.q, self.tiles.cluster * self.tiles.ds_stages)
 
     def weights(self) -> Weights:
         tile, ops, spec, tiles = self.tile, self.ops, self.spec, self.tiles
         first_key = self.thread // 32 * 16 + self.lane // LANES_PER_ROW
         bounds = bounds_of(replace(ops.mask), tile.q.length, tile.k.length)
         mask = TransposedMask(tile.kv_block * tiles.kv, first_key, self.first_column, tile.k.length, bounds, spec)
-        record = tile.record + Int32(0)
+        record = tile.record + Int32(0)  # what a role rebinds under its branch must not be what the others read
         fixed = mask, self.first_column, ops.scale_log2, ops.tanh_scale, spec, tiles
-        return Weights(self.buffers.L, ops.dq, tile.q, ops.sizes, record, *fixed)
+        return Weights(self.buffers.L, ops.dq, replace(tile.q), replace(ops.sizes), record, *fixed)
 
     def consumer(self) -> Consumer:
         K_dq, dS_dq = self.dq_operands()
@@ -224,26 +234,22 @@ class Parts:
         shape, stride = ((4, fours), self.tiles.ds_stages), ((1, 4 * threads), self.tiles.q * self.tiles.kv // 2)
         return cute.make_tensor(place, cute.make_layout(shape, stride=stride))
 
-    def half_of_dq(self) -> HalfOfDq:
-        K, dS = self.dq_operands()
-        return HalfOfDq(K[None, None, None, 0], dS, self.dq_path(), self.dq_mma, self.spec, self.tiles)
-
-    def box(self):
-        """This thread's words of P: float4 by float4, beside its neighbours'."""
-        fours = self.tiles.q * self.tiles.kv // 2 // (4 * roles.WARPGROUP_THREADS)
-        place = (self.buffers.P.iterator + 4 * self.thread).align(16)
-        return cute.make_tensor(place, cute.make_layout((4, fours), stride=(1, 4 * roles.WARPGROUP_THREADS)))
+    def exchange(self, user) -> Exchange:
+        """dS's stages, for who fills them or who reads them."""
+        at = pipeline.make_pipeline_state(user, self.tiles.ds_stages)
+        return Exchange(self.buffers.dS, *self.barriers, self.tile.rank(self.tiles), at, self.spec, self.tiles)
 
     def score_consumer(self) -> ScoreConsumer:
+        copy, to_smem = self.ds_store()
         return ScoreConsumer(
             K=self.scores_a(self.buffers.K)[None, None, None, 0],
             queries=self.queries(),
             douts=self.douts(),
             total=self.total(self.dv_mma, self.spec.v_width),
             weights=self.weights(),
-            box=self.box(),
-            stage=Int32(0),
-            dq=self.half_of_dq(),
+            exchange=self.exchange(pipeline.PipelineUserType.Producer),
+            copy=copy,
+            to_smem=to_smem,
             scores_mma=self.scores,
             total_mma=self.dv_mma,
             spec=self.spec,
@@ -251,24 +257,49 @@ class Parts:
         )
 
     def gradient_consumer(self) -> GradientConsumer:
-        ds_copy, ds_to = self.ds_store()
+        copy, to_smem = self.ds_store()
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), storage.ELEMENTS[self.spec.dtype])
+        read = cute.make_tiled_copy_C(atom, self.scores)
         return GradientConsumer(
             V=self.scores_a(self.buffers.V)[None, None, None, 0],
             queries=self.queries(),
             douts=self.douts(),
             total=self.total(self.dk_mma, self.spec.qk_width),
-            record=self.tile.record + Int32(0),
             first_column=self.first_column,
-            box=self.box(),
-            stage=Int32(0),
-            ds_copy=ds_copy,
-            ds_to=ds_to,
-            dq=self.half_of_dq(),
+            first_thread=Boolean(self.thread == 0),
+            exchange=self.exchange(pipeline.PipelineUserType.Producer),
+            read=read,
+            from_smem=read.get_slice(self.thread).partition_S(self.ds_place()),
+            copy=copy,
+            to_smem=to_smem,
             scores_mma=self.scores,
             total_mma=self.dk_mma,
             spec=self.spec,
             tiles=self.tiles,
         )
+
+    def dq_consumer(self, turns) -> DqConsumer:
+        spec, tiles, buffers, mma = self.spec, self.tiles, self.buffers, backward_storage.half_dq_mma(self.spec, self.tiles)
+        half = spec.qk_width // 2
+        mine, other = (0, 1) if tiles.cluster == 1 else (self.tile.rank(tiles), None)
+        K = storage.transposed(buffers.K, spec.qk_width, tiles.kv, 1)
+        more = storage.transposed(buffers.half_of_k, half, tiles.kv, 1) if other is None else self.columns(K, other)
+        part = mma.get_slice(0)
+        return DqConsumer(
+            K=mma.make_fragment_B(part.partition_B(self.columns(K, mine)))[None, None, None, 0],
+            K_more=mma.make_fragment_B(part.partition_B(more))[None, None, None, 0],
+            dS=mma.make_fragment_A(part.partition_A(buffers.dS)),
+            exchange=self.exchange(pipeline.PipelineUserType.Consumer),
+            sum=self.dq_path(),
+            order=TakenInOrder(self.ops.statistics, turns, spec, tiles),
+            mma=mma,
+            spec=spec,
+            tiles=tiles,
+        )
+
+    def columns(self, K, half):
+        """Half of Kᵀ."""
+        return cute.local_tile(K, (self.spec.qk_width // 2, self.tiles.kv), (half, 0, None))
 
     def dv_store(self) -> GradientStore:
         return GradientStore.create(
@@ -306,7 +337,12 @@ class BackwardKernel:
             tiles, kv_heads = tiles * kv_heads, 1
         # Without min_blocks_per_mp ptxas ignores setmaxnreg.
         self.kernel(ops).launch(
-            grid=[tiles, kv_heads, 1], block=[self.tiles.threads, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
+            grid=[tiles, kv_heads, 1],
+            block=[self.tiles.threads, 1, 1],
+            cluster=[self.tiles.cluster, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -320,7 +356,7 @@ class BackwardKernel:
         size = spec.dtype.bytes
 
         def pipe(stages, stage_bytes):
-            return tma_pipe(smem, tiles.consumers, stages, stage_bytes)
+            return tma_pipe(smem, CONSUMERS, stages, stage_bytes)
 
         q_pipe = pipe(tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
         do_pipe = pipe(tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
@@ -328,6 +364,13 @@ class BackwardKernel:
         if const_expr(not starts_early(spec, tiles)):
             k_in, k_out = pipe(tiles.kv_stages, size * tiles.kv * spec.qk_width).make_participants()
             v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
+        others_in = others_out = exchange = None
+        if const_expr(tiles.split is Split.ROLES):
+            exchange = exchange_barriers(smem, tiles)
+            if thread == 0:
+                init_exchange(*exchange, tiles)
+        if const_expr(tiles.cluster > 1):
+            others_in, others_out = pipe(1, size * tiles.kv * spec.qk_width // 2).make_participants()
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
             box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS, 32)
@@ -337,13 +380,13 @@ class BackwardKernel:
                     cute.arch.mbarrier_init(buffers.pieces_full + i, 1)
         cute.arch.mbarrier_init_fence()
         first = FirstStage(*(p.sync_object_full.get_barrier(0) for p in (q_pipe, do_pipe)))
-        cute.arch.sync_threads()
+        self.sync_cluster()
         cute.arch.griddepcontrol_wait()  # for backward_prepare
         cute.arch.griddepcontrol_launch_dependents()
         if warpgroup == roles.PRODUCER_WARPGROUP:
-            cute.arch.setmaxregister_decrease(roles.producer_registers(tiles))
+            cute.arch.setmaxregister_decrease(backward_budget.producer_registers(tiles))
             if warp_number == 0:
-                load = self.loads(ops, buffers, q_pipe.make_producer(), do_pipe.make_producer(), k_in, v_in, thread)
+                load = self.loads(ops, buffers, q_pipe.make_producer(), do_pipe.make_producer(), k_in, v_in, others_in, thread)
                 if const_expr(tiles.persistent):
                     self.produce_tiles(ops, load, box, work_in, thread)
                 else:
@@ -359,15 +402,30 @@ class BackwardKernel:
                     else:
                         self.help_tile(ops, buffers, self.tile(ops), spare_warp)
         else:
-            cute.arch.setmaxregister_increase(roles.consumer_registers(tiles))
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
-            keys = TileKeys(k_out, v_out)
-            parts = Parts(self, ops, self.tile(ops), buffers, q_pipe, do_pipe, thread - roles.WARPGROUP_THREADS, me)
+            keys = TileKeys(k_out, v_out, others_out)
+            if const_expr(tiles.split is Split.KEYS):
+                cute.arch.setmaxregister_increase(backward_budget.consumer_registers(tiles)[0])
+            parts = Parts(self, ops, self.tile(ops), buffers, q_pipe, do_pipe, exchange, thread - roles.WARPGROUP_THREADS, me)
             if const_expr(tiles.persistent):
                 self.consume_tiles(parts, keys, KeyFollower(Int32(0), box, work_out))
+            elif const_expr(tiles.split is Split.KEYS):
+                self.consume_tile(parts, keys)
             else:
-                self.consume_tile(parts, keys, me)
+                self.consume_by_roles(parts, keys, me)
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+        if const_expr(tiles.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def sync_cluster(self):
+        """Or the block."""
+        if const_expr(self.tiles.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
     @cute.jit
     def produce_tile(self, ops, load: Loads, first: FirstStage):
@@ -451,7 +509,7 @@ class BackwardKernel:
         z = ops.sizes
         kv_head, record = self.column_ahead(ops, tile)
         if kv_head < z.kv_heads:
-            blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + self.tiles.kv - 1) // self.tiles.kv
+            blocks, num_tiles = z.q_blocks // z.batch, tiles_of(tile.k.length, self.tiles)
             clear_slice(buffers.zeros, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, lane, self.spec, self.tiles)
 
     @cute.jit
@@ -468,7 +526,7 @@ class BackwardKernel:
         if column >= 0:
             kv_head = column // z.batch
             batch = column - kv_head * z.batch
-            blocks, num_tiles = z.q_blocks // z.batch, (tile.k.length + tiles.kv - 1) // tiles.kv
+            blocks, num_tiles = z.q_blocks // z.batch, tiles_of(tile.k.length, tiles)
             record = kv_head * spec.heads_per_kv * z.q_blocks + batch * blocks
             first, end = slice_of(tile.kv_block, blocks, num_tiles, spec.mask_kind, cutlass.min)
             pieces, full = buffers.pieces[None, None, warp_number], buffers.pieces_full + PIECE_STAGES * warp_number
@@ -482,7 +540,7 @@ class BackwardKernel:
                     say_done(ops.statistics, tile.record, tiles)
 
     @cute.jit
-    def consume_tile(self, parts, keys, me: Int32):
+    def consume_tile(self, parts, keys):
         """The block's only tile."""
         ops, tile = parts.ops, parts.tile
         if self.exists(tile):
@@ -490,13 +548,24 @@ class BackwardKernel:
             coarse = self.is_coarse(ops, tile, blocks)
             if const_expr(not starts_early(self.spec, self.tiles)):
                 keys.wait()
-            if const_expr(self.tiles.split is Split.KEYS):
-                self.by_keys(parts, blocks, coarse)
-            else:
-                if me == 0:
-                    self.scores_role(parts, blocks, coarse)
-                else:
-                    self.gradients_role(parts, blocks, coarse)
+            self.by_keys(parts, blocks, coarse)
+
+    @cute.jit
+    def consume_by_roles(self, parts, keys, me: Int32):
+        """The same."""
+        scores, gradients, dq = backward_budget.consumer_registers(self.tiles)
+        if me == 0:
+            cute.arch.setmaxregister_increase(scores)
+            if self.exists(parts.tile):
+                self.scores_role(parts, keys)
+        elif me == 1:
+            cute.arch.setmaxregister_increase(gradients)
+            if self.exists(parts.tile):
+                self.gradients_role(parts, keys)
+        else:
+            cute.arch.setmaxregister_decrease(dq)
+            if self.exists(parts.tile):
+                self.dq_role(parts, keys)
 
     @cute.jit
     def consume_tiles(self, parts, keys: TileKeys, work: KeyFollower):
@@ -534,7 +603,7 @@ class BackwardKernel:
 
     def exists(self, tile: KeyTile):
         """Where lengths are ragged a block may have no tile."""
-        return tile.kv_block * self.tiles.kv < tile.k.length
+        return tile.walk * self.tiles.walk_keys < tile.k.length
 
     def is_coarse(self, ops, tile: KeyTile, blocks: QueryBlocks):
         first, count = tile.record + blocks.first, blocks.count()
@@ -547,21 +616,40 @@ class BackwardKernel:
         return blocklist.num_blocks(self.spec.k_layout, ops.sizes.k_rows, ops.sizes.batch, self.tiles.kv)
 
     @cute.jit
-    def scores_role(self, parts, blocks: QueryBlocks, coarse: Boolean):
+    def scores_role(self, parts, keys: TileKeys):
+        ops, tile = parts.ops, parts.tile
+        blocks = self.blocks(ops, tile)
         c = parts.score_consumer()
         c.total.fill(0.0)
-        c = walk_tile(c, blocks, parts.tile.q_blocks, coarse)
-        sync_consumers(BackwardBarrierId.KEYS_READ)
-        parts.dv_store().write(c.total, parts.tile, Int32(0))
+        coarse = self.is_coarse(ops, tile, blocks)
+        keys.wait()
+        c = walk_tile(c, blocks, tile.q_blocks, coarse)
+        arrive_consumers(BackwardBarrierId.KEYS_READ, self.tiles.consumers)
+        sync_consumers(BackwardBarrierId.VALUES_READ)
+        parts.dv_store().write(c.total, tile, Int32(0))
 
     @cute.jit
-    def gradients_role(self, parts, blocks: QueryBlocks, coarse: Boolean):
+    def gradients_role(self, parts, keys: TileKeys):
+        ops, tile = parts.ops, parts.tile
+        blocks = self.blocks(ops, tile)
         c = parts.gradient_consumer()
         c.total.fill(0.0)
-        c = walk_tile(c, blocks, parts.tile.q_blocks, coarse)
-        sync_consumers(BackwardBarrierId.KEYS_READ)
-        scale_all(c.total, parts.ops.scale)
-        parts.dk_store().write(c.total, parts.tile, Int32(0))
+        keys.wait()
+        c = walk_gradients(c, blocks)
+        arrive_consumers(BackwardBarrierId.VALUES_READ)
+        scale_all(c.total, ops.scale)
+        sync_consumers(BackwardBarrierId.KEYS_READ, self.tiles.consumers)
+        parts.dk_store().write(c.total, tile, Int32(0))
+
+    @cute.jit
+    def dq_role(self, parts, keys: TileKeys):
+        ops, tile = parts.ops, parts.tile
+        c = parts.dq_consumer(self.turns(ops, tile))
+        if const_expr(clears_ahead(self.spec, self.tiles)):
+            wait_cleared(ops.statistics, tile.record, tiles_of(tile.k.length, self.tiles), self.tiles)
+        keys.wait()
+        c = walk_dq(c, tile.record, self.blocks(ops, tile), tile.q_blocks)
+        arrive_consumers(BackwardBarrierId.KEYS_READ, self.tiles.consumers)
 
     def buffers(self, smem: SmemAllocator):
         spec, tiles = self.spec, self.tiles
@@ -577,21 +665,20 @@ class BackwardKernel:
             buffer(backward_storage.v_layout(spec, tiles, tiles.kv_stages)),
         )
         sdS = buffer(backward_storage.ds_layout(spec, tiles))
-        sdQ = None
+        sdQ = half_of_k = None
+        if tiles.cluster > 1:
+            half_of_k = buffer(backward_storage.half_of_k_layout(spec, tiles))
         if tiles.has_sender:
             sdQ = smem.allocate_tensor(Float32, cute.make_layout((tiles.q * spec.qk_width // 2, 2)), 128)
         sL = smem.allocate_tensor(Float32, cute.make_layout((tiles.q + STATISTICS_TAIL, tiles.q_stages)), 128)
         sD = smem.allocate_tensor(Float32, cute.make_layout((tiles.q, tiles.do_stages)), 128)
-        sP = None
-        if tiles.split is Split.ROLES:
-            sP = smem.allocate_tensor(Int32, cute.make_layout(tiles.q * tiles.kv // 2), 128)
         zeros = pieces = pieces_full = None
         if clears_ahead(spec, tiles):
             zeros = smem.allocate_tensor(Float32, cute.make_layout(ZERO_WORDS), 128)
         if converts_behind(spec, tiles):
             pieces = smem.allocate_tensor(Float32, cute.make_layout((PIECE_WORDS, PIECE_STAGES, tiles.spare_warps)), 128)
             pieces_full = smem.allocate_array(cutlass.Int64, PIECE_STAGES * tiles.spare_warps)
-        return Buffers(sQ, sdO, sK, sV, sdS, sdQ, sP, sL, sD, zeros, pieces, pieces_full)
+        return Buffers(sQ, sdO, sK, sV, sdS, half_of_k, sdQ, sL, sD, zeros, pieces, pieces_full)
 
     def place(self, ops: BackwardOperands):
         """(number among the key tiles of the batch, key head) of this block."""
@@ -600,16 +687,17 @@ class BackwardKernel:
             return self.ranked(ops, index)
         if const_expr(not launched_by_groups(self.spec, self.tiles)):
             return index, kv_head
-        z = ops.sizes
-        num_tiles = (z.k_rows + self.tiles.kv - 1) // self.tiles.kv
-        kv_block, column = backward_order.place(index, num_tiles, z.kv_heads * z.batch, cutlass.min)
+        z, cluster = ops.sizes, self.tiles.cluster
+        walks = tiles_of(z.k_rows, self.tiles) // cluster
+        walk, column = backward_order.place(index // cluster, walks, z.kv_heads * z.batch, cutlass.min, cluster)
         batch = column // z.kv_heads
-        return batch * num_tiles + kv_block, column - batch * z.kv_heads
+        return (batch * walks + walk) * cluster + index % cluster, column - batch * z.kv_heads
 
     def ranked(self, ops: BackwardOperands, index):
-        """Tiles in backward_rank's order, the heads of each one side by side."""
-        rank = index // ops.sizes.kv_heads
-        return ops.order[rank], index - rank * ops.sizes.kv_heads
+        """Tiles in backward_rank's order, the heads of each one (in a cluster: of those that walk together) side by side."""
+        cluster, kv_heads = self.tiles.cluster, ops.sizes.kv_heads
+        rank = index // cluster // kv_heads
+        return ops.order[rank] * cluster + index % cluster, index // cluster - rank * kv_heads
 
     def tile(self, ops: BackwardOperands) -> KeyTile:
         """This block's work."""
@@ -625,19 +713,22 @@ class BackwardKernel:
 
     def key_tile(self, ops: BackwardOperands, index, kv_head) -> KeyTile:
         spec, tiles, z = self.spec, self.tiles, ops.sizes
-        batch = blocklist.sequence_of(index, ops.k_arrays, z.batch, z.k_rows, spec.k_layout, tiles.kv)
+        walk = index // tiles.cluster
+        batch = blocklist.sequence_of(walk, ops.k_arrays, z.batch, z.k_rows, spec.k_layout, tiles.walk_keys)
         q = extent_of(ops.q_arrays, spec.q_layout, batch, z.q_rows)
         k = extent_of(ops.k_arrays, spec.k_layout, batch, z.k_rows)
-        kv_block = index - blocklist.first_block(spec.k_layout, ops.k_arrays, batch, z.k_rows, tiles.kv)
+        walk = walk - blocklist.first_block(spec.k_layout, ops.k_arrays, batch, z.k_rows, tiles.walk_keys)
+        kv_block = walk * tiles.cluster + index % tiles.cluster
         first = blocklist.first_block(spec.q_layout, ops.q_arrays, batch, z.q_rows, tiles.q)
-        return KeyTile(kv_block, kv_head, batch, q, k, kv_head * spec.heads_per_kv * z.q_blocks + first, z.q_blocks)
+        return KeyTile(kv_block, walk, kv_head, batch, q, k, kv_head * spec.heads_per_kv * z.q_blocks + first, z.q_blocks)
 
     def turns(self, ops: BackwardOperands, tile: KeyTile) -> Turns:
         kv_blocks, q_blocks = (n // size for n, size in self.padded_lengths(tile))
-        return Turns(tile.kv_block, kv_blocks, q_blocks, tile.k.length, bounds_of(ops.mask, tile.q.length, tile.k.length))
+        bounds = bounds_of(ops.mask, tile.q.length, tile.k.length)
+        return Turns(tile.walk, kv_blocks, q_blocks, tile.k.length, bounds, self.tiles.cluster)
 
     def padded_lengths(self, tile: KeyTile):
-        kv, q = self.tiles.kv, self.tiles.q
+        kv, q = self.tiles.walk_keys, self.tiles.q
         return (tile.k.length + kv - 1, kv), (tile.q.length + q - 1, q)
 
     def blocks(self, ops: BackwardOperands, tile: KeyTile) -> QueryBlocks:
@@ -645,14 +736,17 @@ class BackwardKernel:
         shift = Int32(0)
         if self.tiles.dq_path is DqPath.ORDERED:
             shift = self.turns(ops, tile).shift(self.spec.mask_kind, cutlass.min)
-        b = query_blocks(self.spec, self.tiles, tile.kv_block, tile.q.length, tile.k.length, bounds, cutlass.min, cutlass.max, shift)
+        b = query_blocks(self.spec, self.tiles, tile.walk, tile.q.length, tile.k.length, bounds, cutlass.min, cutlass.max, shift)
         return QueryBlocks(Int32(b.first), Int32(b.left_edge), Int32(b.interior), Int32(b.right_edge), Int32(b.shift))
 
-    def loads(self, ops, buffers, q_in, do_in, k_in, v_in, thread) -> Loads:
+    def loads(self, ops, buffers, q_in, do_in, k_in, v_in, others_in, thread) -> Loads:
         spec, tiles = self.spec, self.tiles
         q_tile, do_tile = (tiles.q, spec.qk_width), (tiles.q, spec.v_width)
         k_tile, v_tile = (tiles.kv, spec.qk_width), (tiles.kv, spec.v_width)
-        after_l = tiles.q + STATISTICS_TAIL
+        after_l, others = tiles.q + STATISTICS_TAIL, None
+        if const_expr(tiles.cluster > 1):
+            half, half_tile, info = self.tile(ops).rank(tiles), (tiles.kv, spec.qk_width // 2), ops.half_of_k
+            others = OthersKeys(info.atom, info.tma_tensor, buffers.half_of_k, others_in, half_tile, spec.k_layout, half)
         return Loads(
             StagedRowsLoad(ops.q.atom, ops.q.tma_tensor, buffers.Q, q_in, q_tile, spec.q_layout, ops.statistics, buffers.L, 0, thread),
             StagedRowsLoad(
@@ -660,5 +754,7 @@ class BackwardKernel:
             ),
             StagedLoad(ops.k.atom, ops.k.tma_tensor, buffers.K, k_in, k_tile, spec.k_layout),
             StagedLoad(ops.v.atom, ops.v.tma_tensor, buffers.V, v_in, v_tile, spec.k_layout),
+            others,
             spec,
+            tiles,
         )

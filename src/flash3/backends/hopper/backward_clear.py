@@ -5,9 +5,9 @@ the first spare warp clears a slice of the column that is `ahead` columns furthe
 backward_prepare has cleared the first ones. So the zeros cost no time of their own, and are still in L2 when they are added to. They go out
 by bulk copies of a kilobyte of zeros in shared memory, past the load and store units: stores of three warps held up the consumers'.
 
-A column's tiles wait until all of its slices are there, behind the loads of their keys; the counter is that of its first record. They
-wait for tiles that were begun before, whose spare warps wait for nobody; a persistent block begins a tile once it has issued all loads of
-the one before, which in turn waits only for tiles still earlier.
+A column's tiles wait until all of its slices are there, behind the loads of their keys (with roles only the consumer that adds waits); the
+counter is that of its first record. They wait for tiles that were begun before, whose spare warps wait for nobody; a persistent block
+begins a tile once it has issued all loads of the one before, which in turn waits only for tiles still earlier.
 """
 
 import cutlass

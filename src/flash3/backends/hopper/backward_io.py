@@ -11,9 +11,9 @@ from . import storage
 from .backward_barriers import sync_gradient
 from .backward_clear import wait_cleared
 from .backward_schedule import KeyDispatcher
-from .backward_tiles import KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, Split, clears_ahead
+from .backward_tiles import KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, Split, clears_ahead, tiles_of
 from .bulk import bulk_load
-from .extents import Extent, tile_of
+from .extents import Extent, last_block, tile_of
 from .fragments import convert
 from .pipes import StagedLoad
 from .queryblocks import QueryBlocks, block_at
@@ -45,16 +45,37 @@ class StagedRowsLoad(StagedLoad):
 
 
 @dataclass
+class OthersKeys(StagedLoad):
+    """Producer end of half of K's columns, of the tile of the other block in the cluster."""
+
+    half: Int32
+
+    @cute.jit
+    def load_half(self, block: Int32, head: Int32, extent: Extent):
+        slot = self.producer.acquire_and_advance()
+        rows = tile_of(self.tensor, self.tile, block, self.half, head, extent, self.layout)
+        target, source = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(self.buffer, 0, 2), cute.group_modes(rows, 0, 2)
+        )
+        cute.copy(self.atom, source, target[None, slot.index], tma_bar_ptr=slot.barrier)
+
+
+@dataclass
 class KeyTile:
     """What a block works on."""
 
     kv_block: Int32
+    walk: Int32  # number of its cluster's tiles among the sequence's
     kv_head: Int32
     batch: Int32
     q: Extent
     k: Extent
     record: Int32  # of the first query head's block 0
     q_blocks: Int32  # records from a head to the next
+
+    def rank(self, tiles: BackwardTiles):
+        """Of the block in its cluster."""
+        return self.kv_block - self.walk * tiles.cluster
 
 
 @dataclass
@@ -63,12 +84,19 @@ class Loads:
     do: StagedRowsLoad
     k: StagedLoad
     v: StagedLoad
+    others: object  # OthersKeys; None without clusters
     spec: cutlass.Constexpr[BackwardSpec]
+    tiles: cutlass.Constexpr[BackwardTiles]
 
     @cute.jit
     def load_keys(self, tile: KeyTile):
-        self.k.load(tile.kv_block, tile.kv_head, tile.k)
-        self.v.load(tile.kv_block, tile.kv_head, tile.k)
+        block = tile.kv_block
+        if const_expr(self.others is not None):  # one of a cluster may be empty: it loads other keys, which its mask hides
+            last = last_block(tile.k.length, self.tiles.kv)
+            self.others.load_half(cutlass.min(block ^ 1, last), tile.kv_head, tile.k)
+            block = cutlass.min(block, last)
+        self.k.load(block, tile.kv_head, tile.k)
+        self.v.load(block, tile.kv_head, tile.k)
 
     @cute.jit
     def load_queries(self, tile: KeyTile, head: Int32, block: Int32):
@@ -114,7 +142,7 @@ def produce_begun(
         record = tile.record + block_at(blocks, Int32(0), spec, tiles, cutlass.min, cutlass.max)
         load.q.rows_into(Int32(0), full.q, record)
         if const_expr(clears_ahead(spec, tiles)):
-            wait_cleared(load.q.statistics, tile.record, (tile.k.length + tiles.kv - 1) // tiles.kv, tiles)
+            wait_cleared(load.q.statistics, tile.record, tiles_of(tile.k.length, tiles), tiles)
         load.do.rows_into(Int32(0), full.do, record)
         load.q.producer.advance()
         load.do.producer.advance()
@@ -128,10 +156,10 @@ def produce_begun(
 
 @cute.jit
 def load_keys_of_cleared(load: Loads, tile: KeyTile, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles]):
-    """K and V, and behind them a look whether dQ's sum may be added to."""
+    """K and V, and behind them, where all consumers add, a look whether dQ's sum may be added to."""
     load.load_keys(tile)
-    if const_expr(clears_ahead(spec, tiles)):
-        wait_cleared(load.q.statistics, tile.record, (tile.k.length + tiles.kv - 1) // tiles.kv, tiles)
+    if const_expr(clears_ahead(spec, tiles) and tiles.split is Split.KEYS):
+        wait_cleared(load.q.statistics, tile.record, tiles_of(tile.k.length, tiles), tiles)
 
 
 @cute.jit
@@ -201,7 +229,10 @@ class GradientStore:
         cute.copy(self.copy, self.copy.retile(out), self.to_smem[None, None, None, stage])
         cute.arch.fence_view_async_shared()
         sync_gradient(self.consumer)
-        if self.first_warp:
+        sends = self.first_warp
+        if const_expr(self.tiles.cluster > 1):
+            sends = sends & (tile.kv_block * self.tiles.kv < tile.k.length)  # one of a cluster may be empty
+        if sends:
             block = tile.kv_block * (self.tiles.kv // KEYS_PER_CONSUMER) + self.part
             rows = tile_of(self.tensor, (KEYS_PER_CONSUMER, self.width), block, 0, tile.kv_head, tile.k, self.spec.k_layout)
             source, target = cpasync.tma_partition(
@@ -224,10 +255,13 @@ class TileKeys:
 
     k: object
     v: object
+    others: object  # the other block's keys; None without clusters
 
     @cute.jit
     def wait(self):
         self.v.wait()
+        if const_expr(self.others is not None):
+            self.others.wait()
         return self.k.wait().index
 
     @cute.jit

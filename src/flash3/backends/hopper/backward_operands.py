@@ -80,6 +80,7 @@ class BackwardOperands:
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo
     do: cpasync.TmaInfo
+    half_of_k: object  # K in tiles of half its columns; None without clusters
     dk: cpasync.TmaInfo
     dv: cpasync.TmaInfo
     dq: cute.Tensor  # like q

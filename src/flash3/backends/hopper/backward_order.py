@@ -20,13 +20,15 @@ from ...mask import MaskKind
 GROUP = 64
 
 
-def place(index: Any, num_tiles: Any, columns: Any, minimum: Any = min) -> tuple[Any, Any]:
-    """(key tile, column) of the index-th block launched, of num_tiles tiles in each of so many columns (heads of sequences)."""
-    group = index // (GROUP * columns)
-    within = index - group * GROUP * columns
-    size = minimum(num_tiles - group * GROUP, GROUP)
+def place(index: Any, num_tiles: Any, columns: Any, minimum: Any = min, cluster: int = 1) -> tuple[Any, Any]:
+    """(key tile, column) of the index-th block launched, of num_tiles tiles in each of so many columns (heads of sequences). Where blocks
+    make clusters, of the index-th cluster: what is said here of tiles holds for those of a cluster together."""
+    most = GROUP // cluster
+    group = index // (most * columns)
+    within = index - group * most * columns
+    size = minimum(num_tiles - group * most, most)
     column = within // size
-    return group * GROUP + within - column * size, column
+    return group * most + within - column * size, column
 
 
 @dataclass
@@ -38,11 +40,13 @@ class Turns:
     num_q_blocks: Any
     k_len: Any
     bounds: mask.Bounds
+    cluster: int = 1
 
     def group(self, minimum: Any = min) -> tuple[Any, Any, Any]:
         """First tile of this tile's group, how many it has, and which of them this one is."""
-        first = self.kv_block // GROUP * GROUP
-        return first, minimum(self.num_kv_blocks - first, GROUP), self.kv_block - first
+        most = GROUP // self.cluster
+        first = self.kv_block // most * most
+        return first, minimum(self.num_kv_blocks - first, most), self.kv_block - first
 
     def shift(self, kind: MaskKind, minimum: Any = min) -> Any:
         """How many blocks later than its first one this tile starts; it goes round."""

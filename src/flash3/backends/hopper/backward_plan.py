@@ -91,7 +91,7 @@ class Backward:
         widened = needs_zeros(request.q.shape[-1], spec.qk_width, layouts, request.q.element_size())
         ragged_q, ragged_k = (layout.kind is not SequenceKind.DENSE for layout in layouts)
         records = self._blocks(request.q, request.q_sequences, tiles.q) * p.sizes.heads_q
-        key_tiles = self._blocks(request.k, request.k_sequences, tiles.kv)
+        key_tiles = self._blocks(request.k, request.k_sequences, tiles.walk_keys)
         numbers = packed(backward_launch.numbers(p.sizes, p.mask, p.device.multiprocessors))
         on_device = {"device": request.q.device}
         new_statistics = partial(torch.empty, (records, statistics_words(tiles)), dtype=torch.float32, **on_device)

@@ -38,6 +38,7 @@ from .backward_tiles import (
     clears_ahead,
     is_ranked,
     statistics_words,
+    tiles_of,
 )
 from .extents import Extent, extent_of
 from .masking import bounds_of
@@ -58,11 +59,11 @@ def zeros_of(ops: RowOperands, head: Int32, batch: Int32, q: Extent, k: Extent, 
     z = ops.sizes
     if clears_ahead(spec, tiles):
         mine = head // spec.heads_per_kv * z.batch + batch < z.columns_ahead
-        return mine, cutlass.select_(mine, slices_of((z.k_rows + tiles.kv - 1) // tiles.kv), Int32(0))
+        return mine, cutlass.select_(mine, slices_of(tiles_of(z.k_rows, tiles)), Int32(0))
     if tiles.dq_path is not DqPath.ORDERED:
         return Boolean(True), Int32(0)
     bounds, last_row = bounds_of(replace(ops.mask), q.length, k.length), first_row + (tiles.q - 1)
-    found = mask.key_blocks(first_row, last_row, k.length, tiles.kv, bounds, spec.mask_kind, cutlass.min, cutlass.max)
+    found = mask.key_blocks(first_row, last_row, k.length, tiles.walk_keys, bounds, spec.mask_kind, cutlass.min, cutlass.max)
     return found.begin == found.end, Int32(0)
 
 

@@ -31,16 +31,16 @@ def level_of(blocks, length=int.bit_length):
 
 
 def level_at(ops: RowOperands, index: Int32, spec: BackwardSpec, tiles: BackwardTiles) -> Int32:
-    """Of key tile `index` of the batch."""
+    """Of key tile `index` of the batch; where blocks make clusters, of the tiles that walk together."""
     z = ops.sizes
-    batch = blocklist.search(index, ops.k_arrays, z.batch, z.k_rows, spec.k_layout, tiles.kv)
+    batch = blocklist.search(index, ops.k_arrays, z.batch, z.k_rows, spec.k_layout, tiles.walk_keys)
     q, k = (extent_of(arrays, layout, batch, rows) for arrays, layout, rows in (
         (ops.q_arrays, spec.q_layout, z.q_rows), (ops.k_arrays, spec.k_layout, z.k_rows)
     ))  # fmt: skip
-    kv_block = index - blocklist.first_block(spec.k_layout, ops.k_arrays, batch, z.k_rows, tiles.kv)
+    number = index - blocklist.first_block(spec.k_layout, ops.k_arrays, batch, z.k_rows, tiles.walk_keys)
     bounds = bounds_of(ops.mask, q.length, k.length)
-    walk = query_blocks(spec, tiles, kv_block, q.length, k.length, bounds, cutlass.min, cutlass.max).count()
-    return level_of(Int32(cutlass.select_(kv_block * tiles.kv < k.length, Int32(walk), Int32(0))), bit_length)
+    walk = query_blocks(spec, tiles, number, q.length, k.length, bounds, cutlass.min, cutlass.max).count()
+    return level_of(Int32(cutlass.select_(number * tiles.walk_keys < k.length, Int32(walk), Int32(0))), bit_length)
 
 
 @cute.jit
@@ -55,7 +55,7 @@ def rank_tiles(
     tile takes a place of its level."""
     z = ops.sizes
     places = SmemAllocator().allocate_tensor(Int32, cute.make_layout(LEVELS), 16)
-    num_tiles = blocklist.num_blocks(spec.k_layout, z.k_rows, z.batch, tiles.kv)
+    num_tiles = blocklist.num_blocks(spec.k_layout, z.k_rows, z.batch, tiles.walk_keys)
     if thread < LEVELS:
         places[thread] = Int32(0)
     cute.arch.sync_threads()

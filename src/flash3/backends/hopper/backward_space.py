@@ -24,5 +24,6 @@ def _combinations(spec: BackwardSpec) -> Iterator[BackwardTiles]:
     for split, path, order in itertools.product(Split, paths, Order):
         keys = KEYS_PER_CONSUMER * (1 if split is Split.ROLES else CONSUMERS)
         frame = BackwardTiles(q=KEYS_PER_CONSUMER, kv=keys, split=split, dq_path=path, order=order)
-        for q, q_stages, do_stages, kv_stages in itertools.product((64, 128), STAGES, STAGES, (1, 2)):
-            yield replace(frame, q=q, q_stages=q_stages, do_stages=do_stages, kv_stages=kv_stages)
+        sizes = itertools.product((64, 128), STAGES, STAGES, (2, 1), (1, 2), (1, 2))
+        for q, q_stages, do_stages, ds_stages, kv_stages, cluster in sizes:
+            yield replace(frame, q=q, q_stages=q_stages, do_stages=do_stages, ds_stages=ds_stages, kv_stages=kv_stages, cluster=cluster)

@@ -1,5 +1,7 @@
 """Tiles → layouts and matmuls of the backward: pure functions, called on the host and again inside the kernels (see storage.py)."""
 
+import math
+
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32
@@ -7,6 +9,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, Split
 from .storage import ELEMENTS, smem_layout
+
+WIDEST_WITH_FOUR = 128
+"""Columns of a matmul in a kernel of four warpgroups: ptxas knows only of the 128 registers that a thread has at entry."""
 
 
 def q_layout(spec: BackwardSpec, tiles: BackwardTiles, stages: int):
@@ -30,10 +35,16 @@ def gradient_layout(spec: BackwardSpec, width: int):
     return smem_layout(ELEMENTS[spec.dtype], KEYS_PER_CONSUMER, width, 1)
 
 
+def half_of_k_layout(spec: BackwardSpec, tiles: BackwardTiles):
+    """Of the other block of a cluster, the columns whose dQ this one makes."""
+    return smem_layout(ELEMENTS[spec.dtype], tiles.kv, spec.qk_width // 2, 1)
+
+
 def ds_layout(spec: BackwardSpec, tiles: BackwardTiles):
-    """(queries, keys, stages), keys contiguous; a consumer's 64 keys are one swizzle atom."""
+    """(queries, keys, stages), keys contiguous; a consumer's 64 keys are one swizzle atom. In a cluster behind the stages of this block's
+    dS those of the other's."""
     atom = smem_layout(ELEMENTS[spec.dtype], 8, KEYS_PER_CONSUMER, 1)
-    return cute.tile_to_shape(cute.select(atom, mode=[0, 1]), (tiles.q, tiles.kv, tiles.ds_stages), order=(0, 1, 2))
+    return cute.tile_to_shape(cute.select(atom, mode=[0, 1]), (tiles.q, tiles.kv, tiles.cluster * tiles.ds_stages), order=(0, 1, 2))
 
 
 def scores_mma(spec: BackwardSpec, tiles: BackwardTiles):
@@ -49,17 +60,26 @@ def _key_rows(tiles: BackwardTiles) -> tuple[int, int, int]:
 def gradient_mma(spec: BackwardSpec, tiles: BackwardTiles, width: int):
     """dV += Pᵀ·dO and dK += dSᵀ·Q: Pᵀ and dSᵀ are the registers that Sᵀ came in."""
     registers = warpgroup.OperandSource.RMEM
+    if tiles.split is Split.ROLES and width > WIDEST_WITH_FOUR:
+        width = math.gcd(width, WIDEST_WITH_FOUR)
     return _mma(spec, OperandMajorMode.K, OperandMajorMode.MN, _key_rows(tiles), (KEYS_PER_CONSUMER, width), registers)
 
 
 def dq_mma(spec: BackwardSpec, tiles: BackwardTiles):
-    """dQ = dS·K, 64 rows of each consumer or half the columns; or dQᵀ = Kᵀ·dSᵀ, 64 columns of each."""
+    """dQ = dS·K, 64 rows of each of two consumers or half the columns; or dQᵀ = Kᵀ·dSᵀ, 64 columns of each. Split.ROLES: in the main
+    kernel there is one consumer for it (half_dq_mma)."""
     shared, K, MN = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.MN
     if tiles.dq_transposed:
         return _mma(spec, MN, K, (CONSUMERS, 1, 1), (KEYS_PER_CONSUMER, tiles.q), shared)
     if tiles.split is Split.ROLES:
         return _mma(spec, K, MN, (1, CONSUMERS, 1), (tiles.q, spec.qk_width // CONSUMERS), shared)
     return _mma(spec, K, MN, (CONSUMERS, 1, 1), (KEYS_PER_CONSUMER, spec.qk_width), shared)
+
+
+def half_dq_mma(spec: BackwardSpec, tiles: BackwardTiles):
+    """dQ = dS·K, half the columns: as one of dq_mma's two consumers."""
+    tile = tiles.q, spec.qk_width // CONSUMERS
+    return _mma(spec, OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), tile, warpgroup.OperandSource.SMEM)
 
 
 def dq_shape(spec: BackwardSpec, tiles: BackwardTiles) -> tuple[int, int]:

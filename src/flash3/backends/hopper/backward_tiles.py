@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 from ...mask import MaskKind
 from ...problem import DType
@@ -14,6 +15,7 @@ from .tiles import DENSE, SequenceLayout
 KEYS_PER_CONSUMER = 64
 """Keys of one warpgroup: the M of Sᵀ = K·Qᵀ."""
 CONSUMERS = 2
+"""Warpgroups that read Q and dO."""
 
 
 PRODUCER_WARPS = 4
@@ -24,7 +26,7 @@ class DqPath(enum.Enum):
 
     REGISTERS = "registers"  # 16-byte reductions right out of the accumulator
     SHARED = "shared"  # through shared memory and a sender warp, by bulk reduction
-    ORDERED = "ordered"  # so, and the sender waits for its turn (backward_order): the same bits every time
+    ORDERED = "ordered"  # whoever adds waits for its turn (backward_order): the same bits every time. Split.KEYS: that is the sender warp
 
 
 class Order(enum.Enum):
@@ -35,10 +37,10 @@ class Order(enum.Enum):
 
 
 class Split(enum.Enum):
-    """What the two consumers share between them."""
+    """What the consumers share between them."""
 
-    KEYS = "keys"  # 64 keys each, all five matmuls
-    ROLES = "roles"  # the same 64 keys: one makes P and dV, the other dS and dK, and each half of dQ's columns
+    KEYS = "keys"  # two of them: 64 keys each, all five matmuls
+    ROLES = "roles"  # three, the same 64 keys: one makes P and dV, one dS and dK, one dQ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,8 @@ class BackwardTiles:
 
     q: rows of a block of queries; kv: keys of a work tile; q_stages, do_stages, ds_stages: depths of the rings of Q, dO and dS; kv_stages:
     with 2, blocks are persistent and the next tile's K and V come while this one is worked on, with 1 each tile has a block of its own.
+    cluster: Split.ROLES: so many neighbouring tiles walk together; their blocks exchange dS, and each makes its share of dQ's columns for
+    the keys of all: so many times fewer additions in global memory.
     """
 
     q: int
@@ -81,10 +85,16 @@ class BackwardTiles:
     dq_path: DqPath = DqPath.REGISTERS
     split: Split = Split.KEYS
     order: Order = Order.TOGETHER
+    cluster: int = 1
 
     @property
     def consumers(self) -> int:
-        return CONSUMERS
+        return CONSUMERS if self.split is Split.KEYS else CONSUMERS + 1
+
+    @property
+    def walk_keys(self) -> int:
+        """Keys of the tiles that walk together."""
+        return self.cluster * self.kv
 
     @property
     def threads(self) -> int:
@@ -96,7 +106,7 @@ class BackwardTiles:
 
     @property
     def has_sender(self) -> bool:
-        return self.dq_path is not DqPath.REGISTERS
+        return self.dq_path is not DqPath.REGISTERS and self.split is Split.KEYS
 
     @property
     def first_spare_warp(self) -> int:
@@ -128,6 +138,11 @@ TURN_WORD, COUNTER_WORD = 2, 3
 def statistics_words(tiles: BackwardTiles) -> int:
     """float32 words of a block's record: L of its rows and the tail, and D."""
     return 2 * tiles.q + STATISTICS_TAIL
+
+
+def tiles_of(length: Any, tiles: BackwardTiles) -> Any:
+    """Tiles of so many keys. In a cluster the last one may be empty."""
+    return (length + tiles.walk_keys - 1) // tiles.walk_keys * tiles.cluster
 
 
 def clears_ahead(spec: BackwardSpec, tiles: BackwardTiles) -> bool:

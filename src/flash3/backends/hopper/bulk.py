@@ -33,6 +33,36 @@ def bulk_store(target: cute.Pointer, source: cute.Pointer, num_bytes: cutlass.Co
 
 
 @cute.jit
+def bulk_send(target: cute.Pointer, source: cute.Pointer, barrier: cute.Pointer, block: Int32, num_bytes: cutlass.Constexpr[int]):
+    """Contiguous shared memory → that of a block of the cluster, counted by its barrier. target and barrier: where they lie in this block.
+    One thread; 16-byte aligned."""
+    cute.arch.inline_ptx(
+        "{ .reg .b32 there, counted; mapa.shared::cluster.u32 there, {$r0}, {$r3}; mapa.shared::cluster.u32 counted, {$r2}, {$r3};"
+        " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [{$r1}], {$r4}, [counted]; }",
+        read_only_args=[target.toint(), source.toint(), barrier.toint(), block, Int32(num_bytes)],
+    )
+
+
+@cute.jit
+def arrive_at(barrier: cute.Pointer, block: Int32):
+    """An arrival at the barrier of a block of the cluster. barrier: where it lies in this block. It says what has been read, not what was
+    written: with cluster scope it would wait for all of the thread's reductions in global memory."""
+    cute.arch.inline_ptx(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1}; mbarrier.arrive.shared::cluster.b64 _, [there]; }",
+        read_only_args=[barrier.toint(), block],
+    )
+
+
+@cute.jit
+def store(target: cute.Pointer, values: cute.Tensor):
+    """Four float32 to global memory, 16-byte aligned."""
+    cute.arch.inline_ptx(
+        "st.relaxed.gpu.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[target.toint(), values[0], values[1], values[2], values[3]],
+    )
+
+
+@cute.jit
 def reduce_add(target: cute.Pointer, values: cute.Tensor):
     """Global += four float32, 16-byte aligned; no answer comes back."""
     cute.arch.inline_ptx(

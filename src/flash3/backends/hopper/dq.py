@@ -43,10 +43,15 @@ class RegisterReduction:
 
     @cute.jit
     def add(self, dQ: cute.Tensor, record: Int32):
+        self.put(dQ, record, self.consumer, reduce_add)
+
+    @cute.jit
+    def put(self, dQ: cute.Tensor, record: Int32, half: Int32, operation: cutlass.Constexpr):
+        """By reduce_add, or by store."""
         fours = in_fours(dQ)
-        target = half_of(self.sum, record, self.consumer, self.words) + 4 * self.thread
+        target = half_of(self.sum, record, half, self.words) + 4 * self.thread
         for i in cutlass.range_constexpr(cute.size(fours, mode=[1])):
-            reduce_add(target + 4 * WARPGROUP_THREADS * i, fours[None, i])
+            operation(target + 4 * WARPGROUP_THREADS * i, fours[None, i])
 
 
 @dataclass
@@ -117,6 +122,13 @@ def wait_for(counter: cute.Pointer, value: Int32):
     """Until a number in global memory is `value`."""
     seen = load_acquire(counter)
     while seen != value:
+        seen = load_acquire(counter)
+
+
+@cute.jit
+def wait_for_at_least(counter: cute.Pointer, value: Int32, seen: Int32):
+    """seen: at the last look."""
+    while seen < value:
         seen = load_acquire(counter)
 
 

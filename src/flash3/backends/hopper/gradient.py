@@ -12,7 +12,7 @@ from .backward_clear import columns_ahead
 from .backward_finish import FinishKernel
 from .backward_operands import BackwardNumbers, BackwardOperands, BackwardSizes, FinishOperands, RowOperands
 from .backward_prepare import PrepareKernel
-from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, converts_behind
+from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, converts_behind, tiles_of
 from .extents import rows_view, sequence_arrays
 from .operands import Arrays, MaskNumbers
 
@@ -50,7 +50,7 @@ class Gradient:
         batch = self.batch(mQ, mK, q_arrays, k_arrays)
         blocks = blocklist.num_blocks(spec.q_layout, mQ.shape[-3], batch, tiles.q)
 
-        ahead = columns_ahead((mK.shape[-3] + tiles.kv - 1) // tiles.kv, numbers.multiprocessors, cutlass.max)
+        ahead = columns_ahead(tiles_of(mK.shape[-3], tiles), numbers.multiprocessors, cutlass.max)
 
         def sides():
             """A kernel that is traced rebinds what it is given: each one gets its own."""
@@ -62,7 +62,7 @@ class Gradient:
         PrepareKernel(spec, tiles).launch(before, blocks, heads, stream)
         loads = self.loads(mQ, mK, mV, mdO)
         main = BackwardOperands(*loads, *self.stores(mdK, mdV), mdQ, mStatistics, mSum, mOrder, *sides(), numbers.scale, *scales)
-        key_tiles = blocklist.num_blocks(spec.k_layout, mK.shape[-3], batch, tiles.kv)
+        key_tiles = blocklist.num_blocks(spec.k_layout, mK.shape[-3], batch, tiles.walk_keys) * tiles.cluster
         BackwardKernel(spec, tiles).launch(main, key_tiles, kv_heads, numbers.multiprocessors, stream)
         q_side, _, sizes, _ = sides()
         if const_expr(converts_behind(spec, tiles)):
@@ -81,7 +81,14 @@ class Gradient:
             storage.tma_load(k, backward_storage.k_layout(spec, tiles, 1), (tiles.kv, spec.qk_width)),
             storage.tma_load(v, backward_storage.v_layout(spec, tiles, 1), (tiles.kv, spec.v_width)),
             storage.tma_load(do, backward_storage.do_layout(spec, tiles, 1), (tiles.q, spec.v_width)),
+            self.half_of_k(k),
         )
+
+    def half_of_k(self, k):
+        spec, tiles = self.spec, self.tiles
+        if tiles.cluster == 1:
+            return None
+        return storage.tma_load(k, backward_storage.half_of_k_layout(spec, tiles), (tiles.kv, spec.qk_width // 2))
 
     def stores(self, mdK, mdV):
         spec = self.spec

@@ -35,7 +35,7 @@ class QueryBlocks:
 def query_blocks(
     spec: BackwardSpec,
     tiles: BackwardTiles,
-    kv_block: Any,
+    walk: Any,
     q_len: Any,
     k_len: Any,
     bounds: mask.Bounds,
@@ -43,12 +43,13 @@ def query_blocks(
     maximum: Any = max,
     shift: Any = 0,
 ) -> QueryBlocks:
-    """For a tile that holds a key. One that the end of the keys cuts has nothing but masked blocks; rows past the end of the queries have
-    L = +inf, which needs no mask."""
-    first_key = kv_block * tiles.kv
-    last_key = minimum(first_key + tiles.kv, k_len) - 1
+    """For the tiles that walk together, number `walk`, of which one holds a key. Where the end of the keys cuts them there are none but
+    masked blocks; rows past the end of the queries have L = +inf, which needs no mask."""
+    keys = tiles.walk_keys
+    first_key = walk * keys
+    last_key = minimum(first_key + keys, k_len) - 1
     found = mask.query_blocks(first_key, last_key, q_len, tiles.q, bounds, spec.mask_kind, minimum, maximum)
-    cut = minimum(1, maximum(0, first_key + tiles.kv - k_len))
+    cut = minimum(1, maximum(0, first_key + keys - k_len))
     full_begin = found.full_begin + cut * (found.full_end - found.full_begin)
     right_edge = found.end - found.full_end if spec.mask_kind in (MaskKind.WINDOW, MaskKind.CHUNK) else 0
     return QueryBlocks(found.begin, full_begin - found.begin, found.full_end - full_begin, right_edge, shift)
