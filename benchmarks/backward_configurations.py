@@ -13,7 +13,7 @@ from .configurations import CAUSAL, CHUNK, FULL, PACKED, PACKED_USED, PADDED, PA
 
 BackwardConfiguration = tuple[BackwardSpec, BackwardTiles]
 BACKWARD: dict[str, BackwardConfiguration] = {}
-LONG, SHORT = 8192, 512
+LONG, MIDDLE, SHORT = 8192, 1024, 512
 """Lengths whose tiles are listed."""
 
 
@@ -54,6 +54,8 @@ def _dense() -> None:
 
     spec, tiles = BACKWARD["backward_256_causal"]
     _add("backward_256_causal_alone", spec, replace(tiles, cluster=1, ds_stages=2))
+    spec = _spec(128, CAUSAL)
+    _add("backward_128_causal_middle", spec, backward_budget.choose(spec, MIDDLE))
 
 
 def _features() -> None:

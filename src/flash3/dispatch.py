@@ -56,6 +56,8 @@ class Explanation:
             f"batch {z.batch}, {z.heads_q} query and {z.heads_kv} key heads, mask {s.mask_kind.value}",
             f"up to {z.q_len} queries ({s.q_sequences.value}) and {z.k_len} keys ({s.k_sequences.value})",
         ]
+        asked = [name for name, _ in self.answers]
+        lines.append("backends, best first:" if asked == list(BACKENDS) else f"only {', '.join(asked)}, by backend= or FLASH3_BACKEND:")
         for name, answer in self.answers:
             match answer:
                 case Refusal(reason):

@@ -144,3 +144,23 @@ def test_qv_has_no_gradient() -> None:
     request = Batch.random([(2, 3)]).one(0, qv=torch.zeros(1, 2, 4, 8))
     with pytest.raises(ValueError, match="attention with qv has no gradient"):
         reference.gradients(request, torch.zeros(1, 2, 4, 8))
+
+
+def test_gradients_by_a_rounded_output() -> None:
+    """One query, one key and a sink: dS is one number, and the rounding of O decides it. All that changes is D."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, d_out = (torch.randn(1, 1, 2, 128, generator=g).bfloat16() for _ in range(4))
+    request = Request(q=q, k=k, v=v, sink=torch.tensor([-3.0, 0.5]))
+    out, lse = reference.attention(request)
+    saved = out.bfloat16()
+    exact = reference.gradients(request, d_out)
+    for grad, again in zip(exact, reference.gradients(request, d_out, out=out), strict=True):
+        torch.testing.assert_close(again, grad)
+    shift = ((saved.double() - out) * d_out.double()).sum(-1)  # of D: (1, 1, heads)
+    p = torch.exp((q.double() * k.double()).sum(-1) / 128**0.5 - lse.transpose(1, 2).double())
+    dq, dk, dv, d_sink = reference.gradients(request, d_out, out=saved)
+    torch.testing.assert_close(dq, exact[0] - (p * shift / 128**0.5)[..., None] * k.double())
+    torch.testing.assert_close(dk, exact[1] - (p * shift / 128**0.5)[..., None] * q.double())
+    torch.testing.assert_close(dv, exact[2])
+    p_sink = torch.exp(request.sink.double() - lse[0, :, 0].double())
+    torch.testing.assert_close(d_sink, exact[3] - p_sink * shift[0, 0])

@@ -29,6 +29,7 @@ MOST_REGISTERS = 255
 @dataclass(frozen=True)
 class Facts:
     kernel: str
+    threads: int
     registers: int
     spills: int  # loads and stores of local memory in the code
     shared_bytes: int
@@ -87,7 +88,7 @@ def facts(kernel: triton.compiler.CompiledKernel) -> Facts:
     if kernel.metadata.target.arch == 90:
         log = _tool("ptxas", "-v", "-arch=sm_90a", "-o", "/dev/null", code=kernel.asm["ptx"].encode())
     assert registers is not None
-    return Facts(kernel.name, int(registers[1]), len(spills), kernel.metadata.shared, "serialized" in log)
+    return Facts(kernel.name, 32 * kernel.metadata.num_warps, int(registers[1]), len(spills), kernel.metadata.shared, "serialized" in log)
 
 
 def request(d: int, value_dim: int, mask: Mask, heads: int = 2, rows: int = 256, **options: object) -> Request:

@@ -110,6 +110,22 @@ def test_split_keys(sink: float | None) -> None:
                 reference.check(name, ours, e, p)
 
 
+def test_unaligned_rows() -> None:
+    """They are copied: bitwise equal to the same numbers in aligned rows, gradients too."""
+    g = torch.Generator().manual_seed(3)
+    data = [torch.randn(1, n, 2, 16, generator=g).half() for n in (45, 70, 70, 45)]
+    found = []
+    for q, k, v, d_out in (data, [torch.nn.functional.pad(x, (0, 1))[..., :-1] for x in data]):
+        request = Request(q=q, k=k, v=v, mask=CAUSAL, lse=True)
+        saved = Saved(out=torch.full_like(data[0], torch.nan), lse=torch.empty(1, 2, 45))
+        TritonBackend().plan(Problem.of(request, describe)).run(request, saved.out, saved.lse)
+        made = Gradients(d_out=d_out, **{f"d{n}": torch.full_like(x, torch.nan) for n, x in zip("qkv", data, strict=False)})
+        request = replace(request, task=Task.BACKWARD)
+        TritonBackend().plan(Problem.of(request, describe)).run(request, saved, made)
+        found.append((saved.out, saved.lse, made.dq, made.dk, made.dv))
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("missing", [None, "dk", "dv"])
 def test_dv_by_a_launch_of_its_own(missing: str | None) -> None:
     """The same sums in the same order: bitwise equal to dK and dV by one launch."""

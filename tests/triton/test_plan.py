@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -56,6 +59,13 @@ def test_refusals_say_why(refused: Problem, reason: str) -> None:
     assert reason in answer.reason
 
 
+def test_copies_are_told() -> None:
+    p = problem(GPUS["A100"])
+    assert "copies" not in str(TritonBackend().support(p))
+    odd = replace(p, k=replace(p.k, strides=(512 * 2 * 65, 2 * 65, 65, 1)), v=replace(p.v, aligned=False))
+    assert "copies k, v, whose rows do not start at multiples of 16 bytes" in str(TritonBackend().support(odd))
+
+
 def test_order_of_backends() -> None:
     """Hopper's own kernels first, these elsewhere, the CPU last; a setting or an argument overrides."""
     assert list(dispatch.BACKENDS) == ["hopper", "triton", "cpu"]
@@ -69,6 +79,16 @@ def test_order_of_backends() -> None:
     on_cpu = dispatch.explain(problem(Device("cpu")))
     assert on_cpu.backend == "cpu"
     assert "triton: no, its tensors must be on a GPU" in str(on_cpu)
+
+
+def test_the_environment_names_a_backend() -> None:
+    """FLASH3_BACKEND is obeyed, and not replaced by another that could."""
+    code = "import torch, flash3; x = torch.zeros(1, 4, 2, 16); print(flash3.explain(x, x, x))"
+    paths = os.pathsep.join(p for p in sys.path if p)
+    for name, line in (("cpu", "cpu: yes"), ("triton", "triton: no, its tensors must be on a GPU")):
+        environment = os.environ | {"FLASH3_BACKEND": name, "PYTHONPATH": paths}
+        shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+        assert f"only {name}, by backend= or FLASH3_BACKEND:\n  {line}" in shown
 
 
 def test_few_rows_share_a_tile_and_few_tiles_share_out_their_keys() -> None:

@@ -79,6 +79,8 @@ def test_explanation_names_every_answer(problem: Problem) -> None:
     text = str(found)
     for line in ("fast: no, needs a GPU", "old: no, head_dim 64 is too new", "slow: yes, blocks of keys  <- runs"):
         assert line in text
+    assert "backends, best first:" in text
+    assert "only slow, by backend= or FLASH3_BACKEND:" in str(dispatch.explain(problem, "slow"))
     for fact in ("bfloat16 -> bfloat16", "head_dim 64", "mask full", "tiles: 64x64", "note: Rows are copied."):
         assert fact in text
 

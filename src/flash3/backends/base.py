@@ -7,7 +7,21 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from ..plan import Plan
-from ..problem import Problem
+from ..problem import DType, Problem, TensorInfo
+
+ROW_ALIGNMENT_BYTES = 16
+"""Where rows begin at multiples of this, one instruction loads so much, and TMA can read them."""
+
+
+def unaligned(problem: Problem) -> list[str]:
+    """Those of q, k and v with rows that do not start at multiples of ROW_ALIGNMENT_BYTES."""
+    return [name for name, t in (("q", problem.q), ("k", problem.k), ("v", problem.v)) if not _is_aligned(t)]
+
+
+def _is_aligned(t: TensorInfo) -> bool:
+    """The stride of a dimension of size 1 is never used."""
+    step = ROW_ALIGNMENT_BYTES // (t.dtype.bytes if isinstance(t.dtype, DType) else 1)
+    return t.aligned and all(n <= 1 or s % step == 0 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))
 
 
 @dataclass(frozen=True)

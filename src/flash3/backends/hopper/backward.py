@@ -11,7 +11,8 @@ shared memory.
 roles       warps      registers      job
 producer    0          24             TMA loads of K, V, Q, dO; bulk loads of L and D beside Q and dO
 sender      1          24             Split.KEYS but DqPath.REGISTERS: adds dQ to global memory by bulk reduction
-spare       1 2 3      24             DqPath.REGISTERS: clear dQ's sum for tiles that come later (backward_clear.py)
+spare       1 … 3      24             one clears dQ's sum for tiles that come later (backward_clear.py); in turn all convert that of tiles
+                                      that came earlier (backward_behind.py). Not in a deterministic order, not where lengths are ragged
 consumer i  4(i+1) …   240            Split.KEYS, two of them: 64 keys, all five matmuls (backward_consumer.py)
                        200, 192, 96   Split.ROLES, for widths over 128, three: the same 64 keys, P and dV, dS and dK, dQ
                                       (backward_roles.py)
@@ -21,14 +22,15 @@ k, v        K, V tile          tiles.kv_stages   TMA         consumers, after a 
 q           Q block and L      tiles.q_stages    TMA, bulk   consumers, after dK += dSᵀ·Q          one per consumer warp
 do          dO block and D     tiles.do_stages   TMA, bulk   consumers, after dV += Pᵀ·dO          one per consumer warp
 half of K   other block's K   1, in a cluster   TMA         nobody
-Readers of Q and dO are two consumers.
+Readers of Q and dO are two consumers. Where a block starts early (backward_tiles), K has no barrier of its own but that of the first Q, V
+that of the first dO.
 Split.KEYS: dS has two buffers: who writes the next block's has passed the barrier of this one, so nobody reads that of the one before; Q,
 dO and dS of a block have the same place in their rings. Split.ROLES: mbarriers of its own (backward_exchange.py).
 
 barriers    0 the block, once · 1 dS of both consumers is written · 2 all have read K for the last time (dK goes out in its place)
             3+i consumer i's threads, around its rows of dK, dV · 5+i, 7+i its half of dQ is free, full (dq.py)
             Split.ROLES: 1 V is read for the last time, 5+j P is in stage j · Order.IN_TURN: 5+i consumer i's turn, 8+2i+j it has
-            written dS into stage j, 12+2i+j it has read that
+            written dS into stage j, 12+2i+j it has read that · 7 both have added the last of a tile's dQ (backward_behind.py)
 
 timeline    Split.KEYS, a block, both consumers in step:   Sᵀ dPᵀ │ P │ dS → shared memory │ barrier │ dQ │ dV dK, dQ leaves among them
             Order.IN_TURN, for each:   │ dQ₋₁ dV dK, Sᵀ dPᵀ of the next block │ its P, dS → shared memory, under the other's turn │
@@ -47,11 +49,24 @@ from cutlass.memory import SmemAllocator
 
 from ...sequences import SequenceKind
 from . import backward_budget, backward_order, backward_storage, blocklist, budget, roles, storage
-from .backward_barriers import BackwardBarrierId, arrive_consumers, sync_consumers
-from .backward_clear import FIRST_SPARE_WARP, clear_slice, clears_ahead, wait_cleared
+from .backward_barriers import BackwardBarrierId, arrive_consumers, say_added, sync_consumers, wait_added
+from .backward_behind import Converter, say_done
+from .backward_clear import clear_slice, make_zeros, say_cleared, slice_of, wait_cleared
 from .backward_consumer import Consumer, StagedRows, StagedRowsRead, TurnConsumer, walk_tile
 from .backward_exchange import Exchange, exchange_barriers, init_exchange
-from .backward_io import GradientStore, KeyTile, Loads, OthersKeys, StagedRowsLoad, TileKeys, produce, produce_next
+from .backward_io import (
+    FirstStage,
+    GradientStore,
+    KeyTile,
+    Loads,
+    OthersKeys,
+    StagedRowsLoad,
+    TileKeys,
+    begin_tile,
+    produce,
+    produce_begun,
+    produce_next,
+)
 from .backward_operands import BackwardOperands
 from .backward_order import Turns
 from .backward_roles import DqConsumer, GradientConsumer, ScoreConsumer, TakenInOrder, walk_dq, walk_gradients
@@ -59,17 +74,23 @@ from .backward_schedule import KeyDispatcher, KeyFollower
 from .backward_tiles import (
     CONSUMERS,
     COUNTER_WORD,
+    PIECE_STAGES,
+    PIECE_WORDS,
     STATISTICS_TAIL,
+    ZERO_WORDS,
     BackwardSpec,
     BackwardTiles,
     DqPath,
     Order,
     Split,
+    clears_ahead,
+    converts_behind,
     is_ranked,
+    starts_early,
     tiles_of,
 )
 from .dq import HandOver, RegisterReduction, Sender, send_all
-from .extents import extent_of
+from .extents import Extent, extent_of
 from .fragments import LANES_PER_ROW
 from .masking import bounds_of
 from .pipes import StagedLoad, tma_pipe, work_pipe
@@ -90,6 +111,9 @@ class Buffers:
     dQ: object  # DqPath.SHARED: (half, consumer) float32
     L: cute.Tensor  # (words, stage)
     D: cute.Tensor
+    zeros: object = None  # clears_ahead: float32
+    pieces: object = None  # converts_behind: (words, stage, spare warp) float32, and their mbarriers
+    pieces_full: object = None
 
 
 class Parts:
@@ -151,7 +175,8 @@ class Parts:
             return RegisterReduction(self.ops.dq_sum, self.me, thread, words)
         fours = words // 2 // (4 * roles.WARPGROUP_THREADS)
         place = (self.buffers.dQ[None, self.me].iterator + 4 * thread).align(16)
-        return HandOver(cute.make_tensor(place, cute.make_layout((4, fours), stride=(1, 4 * roles.WARPGROUP_THREADS))), self.me)
+        slot = cute.make_tensor(place, cute.make_layout((4, fours), stride=(1, 4 * roles.WARPGROUP_THREADS)))
+        return HandOver(slot, self.me)
 
     def ds_store(self):
         """The copy of dS to shared memory, and this thread's part of the target."""
@@ -168,8 +193,9 @@ class Parts:
         first_key = self.thread // 32 * 16 + self.lane // LANES_PER_ROW
         bounds = bounds_of(replace(ops.mask), tile.q.length, tile.k.length)
         mask = TransposedMask(tile.kv_block * tiles.kv, first_key, self.first_column, tile.k.length, bounds, spec)
-        record = tile.record + Int32(0)
-        return Weights(self.buffers.L, ops.statistics, record, mask, self.first_column, ops.scale_log2, ops.tanh_scale, spec, tiles)
+        record = tile.record + Int32(0)  # what a role rebinds under its branch must not be what the others read
+        fixed = mask, self.first_column, ops.scale_log2, ops.tanh_scale, spec, tiles
+        return Weights(self.buffers.L, ops.dq, replace(tile.q), replace(ops.sizes), record, *fixed)
 
     def consumer(self) -> Consumer:
         K_dq, dS_dq = self.dq_operands()
@@ -334,8 +360,10 @@ class BackwardKernel:
 
         q_pipe = pipe(tiles.q_stages, size * tiles.q * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
         do_pipe = pipe(tiles.do_stages, size * tiles.q * spec.v_width + 4 * tiles.q)
-        k_in, k_out = pipe(tiles.kv_stages, size * tiles.kv * spec.qk_width).make_participants()
-        v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
+        k_in = k_out = v_in = v_out = None
+        if const_expr(not starts_early(spec, tiles)):
+            k_in, k_out = pipe(tiles.kv_stages, size * tiles.kv * spec.qk_width).make_participants()
+            v_in, v_out = pipe(tiles.kv_stages, size * tiles.kv * spec.v_width).make_participants()
         others_in = others_out = exchange = None
         if const_expr(tiles.split is Split.ROLES):
             exchange = exchange_barriers(smem, tiles)
@@ -345,8 +373,13 @@ class BackwardKernel:
             others_in, others_out = pipe(1, size * tiles.kv * spec.qk_width // 2).make_participants()
         box = work_in = work_out = None
         if const_expr(tiles.persistent):
-            box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS)
+            box, work_in, work_out = work_pipe(smem, tiles, backward_budget.WORK_WORDS, 32)
+        if const_expr(buffers.pieces is not None):
+            if thread == 0:
+                for i in cutlass.range_constexpr(PIECE_STAGES * tiles.spare_warps):
+                    cute.arch.mbarrier_init(buffers.pieces_full + i, 1)
         cute.arch.mbarrier_init_fence()
+        first = FirstStage(*(p.sync_object_full.get_barrier(0) for p in (q_pipe, do_pipe)))
         self.sync_cluster()
         cute.arch.griddepcontrol_wait()  # for backward_prepare
         cute.arch.griddepcontrol_launch_dependents()
@@ -357,13 +390,17 @@ class BackwardKernel:
                 if const_expr(tiles.persistent):
                     self.produce_tiles(ops, load, box, work_in, thread)
                 else:
-                    self.produce_tile(ops, load)
+                    self.produce_tile(ops, load, first)
             if const_expr(tiles.has_sender):
                 if warp_number == 1:
                     self.send_tile(ops, buffers, thread % 32)
             if const_expr(clears_ahead(spec, tiles)):
-                if warp_number >= FIRST_SPARE_WARP:
-                    self.clear_column_ahead(ops, thread - 32 * FIRST_SPARE_WARP)
+                if warp_number >= tiles.first_spare_warp:
+                    spare_warp = warp_number - tiles.first_spare_warp
+                    if const_expr(tiles.persistent):
+                        self.help_tiles(ops, buffers, KeyFollower(Int32(0), box, work_out.clone()), spare_warp)
+                    else:
+                        self.help_tile(ops, buffers, self.tile(ops), spare_warp)
         else:
             me = warpgroup - roles.FIRST_CONSUMER_WARPGROUP
             keys = TileKeys(k_out, v_out, others_out)
@@ -391,22 +428,26 @@ class BackwardKernel:
             cute.arch.sync_threads()
 
     @cute.jit
-    def produce_tile(self, ops, load: Loads):
+    def produce_tile(self, ops, load: Loads, first: FirstStage):
         """The block's only tile."""
         tile = self.tile(ops)
         if self.exists(tile):
-            load = produce(load, tile, self.blocks(ops, tile), self.spec, self.tiles)
+            if const_expr(starts_early(self.spec, self.tiles)):
+                blocks = self.blocks(ops, tile)
+                begin_tile(load, tile, blocks, first, self.spec, self.tiles)
+                load = produce_begun(load, tile, blocks, first, self.spec, self.tiles)
+            else:
+                load = produce(load, tile, self.blocks(ops, tile), self.spec, self.tiles)
             load.q.producer.tail()
             load.do.producer.tail()
 
     @cute.jit
     def produce_tiles(self, ops, load: Loads, box, work_in, lane):
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
         counter = (ops.statistics.iterator + (self.tiles.q + COUNTER_WORD)).align(4)
         counter = cute.recast_ptr(counter, dtype=Int32)
-        work = KeyDispatcher(Int32(0), Int32(0), box, work_in, counter, grid, lane)
-        work.send(block)
+        work = KeyDispatcher(Int32(0), Int32(0), box, work_in, counter, lane)
+        work.prefetch()
+        work.advance()
         num_tiles = self.num_tiles(ops)
         while work.index < num_tiles:
             tile = self.tile_at(ops, work.index)
@@ -422,17 +463,81 @@ class BackwardKernel:
         if self.exists(tile):
             sender = Sender(ops.dq_sum, ops.statistics, buffers.dQ, lane, self.turns(ops, tile), self.spec, self.tiles)
             send_all(sender, tile.record, self.blocks(ops, tile), Int32(self.spec.heads_per_kv), tile.q_blocks)
+            self.say_sent(ops, tile, lane)
 
     @cute.jit
-    def clear_column_ahead(self, ops, thread):
-        """thread: among the spare warps."""
-        spec, tiles, z, tile = self.spec, self.tiles, ops.sizes, self.tile(ops)
+    def say_sent(self, ops, tile: KeyTile, lane):
+        if const_expr(converts_behind(self.spec, self.tiles)):
+            if lane == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                say_done(ops.statistics, tile.record, self.tiles)
+
+    @cute.jit
+    def help_tiles(self, ops, buffers, work: KeyFollower, spare_warp):
+        """Beside tile after tile: the first spare warp alone."""
+        if spare_warp == 0:
+            lane, num_tiles = cute.arch.lane_idx(), self.num_tiles(ops)
+            make_zeros(buffers.zeros, lane)
+            work.advance()
+            while work.index < num_tiles:
+                tile = self.tile_at(ops, work.index)
+                self.clear_column_ahead(ops, buffers, tile, lane)
+                self.say_cleared(ops, tile, lane)
+                work.advance()
+
+    @cute.jit
+    def help_tile(self, ops, buffers, tile: KeyTile, spare_warp):
+        lane = cute.arch.lane_idx()
+        if spare_warp == 0:
+            make_zeros(buffers.zeros, lane)
+            self.clear_column_ahead(ops, buffers, tile, lane)
+        if const_expr(converts_behind(self.spec, self.tiles)):
+            self.convert_column_behind(ops, buffers, tile, spare_warp, lane)
+        if spare_warp == 0:
+            self.say_cleared(ops, tile, lane)
+
+    def column_ahead(self, ops, tile: KeyTile):
+        """(key head, first record) of the column that a tile clears; the head may be one too many."""
+        z = ops.sizes
         column = tile.kv_head * z.batch + tile.batch + z.columns_ahead
         kv_head = column // z.batch
+        blocks = z.q_blocks // z.batch
+        return kv_head, kv_head * self.spec.heads_per_kv * z.q_blocks + (column - kv_head * z.batch) * blocks
+
+    @cute.jit
+    def clear_column_ahead(self, ops, buffers, tile: KeyTile, lane):
+        z = ops.sizes
+        kv_head, record = self.column_ahead(ops, tile)
         if kv_head < z.kv_heads:
+            blocks, num_tiles = z.q_blocks // z.batch, tiles_of(tile.k.length, self.tiles)
+            clear_slice(buffers.zeros, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, lane, self.spec, self.tiles)
+
+    @cute.jit
+    def say_cleared(self, ops, tile: KeyTile, lane):
+        kv_head, record = self.column_ahead(ops, tile)
+        if kv_head < ops.sizes.kv_heads:
+            say_cleared(ops.statistics, record, lane, self.tiles)
+
+    @cute.jit
+    def convert_column_behind(self, ops, buffers, tile: KeyTile, warp_number, lane):
+        """One spare warp's part; the last of them says at the end that this tile has added to its own column."""
+        spec, tiles, z = self.spec, self.tiles, ops.sizes
+        column = tile.kv_head * z.batch + tile.batch - z.columns_ahead
+        if column >= 0:
+            kv_head = column // z.batch
+            batch = column - kv_head * z.batch
             blocks, num_tiles = z.q_blocks // z.batch, tiles_of(tile.k.length, tiles)
-            record = kv_head * spec.heads_per_kv * z.q_blocks + (column - kv_head * z.batch) * blocks
-            clear_slice(ops.statistics, ops.dq_sum, record, z.q_blocks, blocks, tile.kv_block, num_tiles, thread, spec, tiles)
+            record = kv_head * spec.heads_per_kv * z.q_blocks + batch * blocks
+            first, end = slice_of(tile.kv_block, blocks, num_tiles, spec.mask_kind, cutlass.min)
+            pieces, full = buffers.pieces[None, None, warp_number], buffers.pieces_full + PIECE_STAGES * warp_number
+            converter = Converter(pieces, full, ops.dq, ops.dq_sum, ops.scale, warp_number, lane, spec, tiles)
+            extent = Extent(batch, Int32(0), tile.q.length)
+            converter.take_over(ops.statistics, record, extent, kv_head * spec.heads_per_kv, z.q_blocks, first, end, num_tiles)
+        if const_expr(not tiles.has_sender):
+            if warp_number == tiles.spare_warps - 1:
+                wait_added()
+                if lane == 0:
+                    say_done(ops.statistics, tile.record, tiles)
 
     @cute.jit
     def consume_tile(self, parts, keys):
@@ -441,7 +546,8 @@ class BackwardKernel:
         if self.exists(tile):
             blocks = self.blocks(ops, tile)
             coarse = self.is_coarse(ops, tile, blocks)
-            keys.wait()
+            if const_expr(not starts_early(self.spec, self.tiles)):
+                keys.wait()
             self.by_keys(parts, blocks, coarse)
 
     @cute.jit
@@ -484,6 +590,8 @@ class BackwardKernel:
         c, tile = parts.consumer(), parts.tile
         c.begin(tile.kv_block, tile.record, Int32(0))
         c = walk_tile(c, blocks, tile.q_blocks, coarse)
+        if const_expr(converts_behind(self.spec, self.tiles) and not self.tiles.has_sender):
+            say_added()
         self.store(c, parts.dv_store(), parts.dk_store(), tile, parts.ops.scale)
 
     @cute.jit
@@ -564,7 +672,13 @@ class BackwardKernel:
             sdQ = smem.allocate_tensor(Float32, cute.make_layout((tiles.q * spec.qk_width // 2, 2)), 128)
         sL = smem.allocate_tensor(Float32, cute.make_layout((tiles.q + STATISTICS_TAIL, tiles.q_stages)), 128)
         sD = smem.allocate_tensor(Float32, cute.make_layout((tiles.q, tiles.do_stages)), 128)
-        return Buffers(sQ, sdO, sK, sV, sdS, half_of_k, sdQ, sL, sD)
+        zeros = pieces = pieces_full = None
+        if clears_ahead(spec, tiles):
+            zeros = smem.allocate_tensor(Float32, cute.make_layout(ZERO_WORDS), 128)
+        if converts_behind(spec, tiles):
+            pieces = smem.allocate_tensor(Float32, cute.make_layout((PIECE_WORDS, PIECE_STAGES, tiles.spare_warps)), 128)
+            pieces_full = smem.allocate_array(cutlass.Int64, PIECE_STAGES * tiles.spare_warps)
+        return Buffers(sQ, sdO, sK, sV, sdS, half_of_k, sdQ, sL, sD, zeros, pieces, pieces_full)
 
     def place(self, ops: BackwardOperands):
         """(number among the key tiles of the batch, key head) of this block."""

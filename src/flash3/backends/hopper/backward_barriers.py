@@ -24,6 +24,7 @@ class BackwardBarrierId(enum.IntEnum):
     VALUES_READ = 1  # Split.ROLES: V has been read for the last time
     PROBABILITIES = 5  # Split.ROLES: P is in stage j of dS's place, id + j
     WRITTEN = 8  # Order.IN_TURN: consumer i has written its half of dS into stage j, id + 2i + j
+    ADDED = 7  # without a sender: both consumers have added the last of a tile's dQ (backward_behind)
     READ = 12  # Order.IN_TURN: consumer i has read both halves in stage j, id + 2i + j
 
 
@@ -43,3 +44,15 @@ def arrive_consumers(event, consumers: cutlass.Constexpr[int] = CONSUMERS):
 def sync_gradient(consumer: Int32):
     """All 128 threads of one consumer."""
     cute.arch.barrier(barrier_id=BackwardBarrierId.GRADIENT + consumer, number_of_threads=WARPGROUP_THREADS)
+
+
+@cute.jit
+def say_added():
+    """A consumer's threads."""
+    cute.arch.barrier_arrive(barrier_id=BackwardBarrierId.ADDED, number_of_threads=CONSUMERS * WARPGROUP_THREADS + 32)
+
+
+@cute.jit
+def wait_added():
+    """The warp that waits for them."""
+    cute.arch.barrier(barrier_id=BackwardBarrierId.ADDED, number_of_threads=CONSUMERS * WARPGROUP_THREADS + 32)

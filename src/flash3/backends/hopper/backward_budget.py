@@ -6,7 +6,21 @@ from dataclasses import replace
 
 from ...mask import MaskKind
 from . import roles
-from .backward_tiles import CONSUMERS, KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, DqPath, Order, Split
+from .backward_tiles import (
+    CONSUMERS,
+    KEYS_PER_CONSUMER,
+    PIECE_STAGES,
+    PIECE_WORDS,
+    STATISTICS_TAIL,
+    ZERO_WORDS,
+    BackwardSpec,
+    BackwardTiles,
+    DqPath,
+    Order,
+    Split,
+    clears_ahead,
+    converts_behind,
+)
 from .budget import ALIGNMENT_BYTES, BARRIER_BYTES, SMEM_PER_BLOCK_BYTES, WORK_STAGES
 
 WIDTHS = (32, 64, 96, 128, 192, 256)
@@ -15,12 +29,13 @@ NARROW, WIDE, WIDEST = 64, 128, 256
 REGISTERS_PER_BLOCK = 1 << 16
 WORK_WORDS = 4
 """int32 words of the box that carries a tile's number to the consumers, of which one is used."""
-IN_TURN_FROM = 16
-"""mean_walk: the first and the last turns, in which one consumer waits, must pay."""
-PERSISTENT_FROM = 64
-"""The same, for persistent blocks of width 128."""
+NARROW_TURNS_FROM, WIDE_TURNS_FROM = 8, 32
+"""Blocks of queries, over all heads, in the mean walk of a tile; of width 128 in the longest: the first and the last turns, in which one
+consumer waits, must pay."""
+WIDE_PERSISTENT_FROM = 8
+"""mean_walk under a causal mask, where tiles are of unlike lengths."""
 ORDERED_BELOW = 16
-"""The same, for dQ in order where nobody asks for it: the first tile stores, so that nothing is cleared before."""
+"""mean_walk, for dQ in order where nobody asks for it: the first tile stores, so that nothing is cleared before."""
 BLOCK_STAGES = 2
 """Split.KEYS: of Q, dO and dS, which go together: one place in the ring for all three, and 2, so that its number is dS's parity too."""
 BESIDE_ACCUMULATORS = 12
@@ -63,14 +78,12 @@ def choose(spec: BackwardSpec, q_len: int) -> BackwardTiles:
     tiles = BackwardTiles(q=64 if spec.qk_width == WIDE else 128, dq_path=path)
     if spec.deterministic or spec.softcap or not is_plain(spec):
         return tiles
-    walk = mean_walk(spec, tiles, q_len)
-    in_turn = walk >= IN_TURN_FROM
-    if spec.is_ragged:
-        persistent = False
-    elif spec.qk_width < WIDE:  # turns leave no register for what a persistent block must remember; causal, they were slow in whole calls
-        persistent = not in_turn and spec.mask_kind is MaskKind.FULL
-    else:  # its float32 sum of dQ is cleared before, not beside (backward_clear): only long calls pay for that
-        persistent = walk >= PERSISTENT_FROM
+    mean, longest = mean_walk(spec, tiles, q_len), q_len * spec.heads_per_kv // tiles.q
+    if spec.qk_width < WIDE:  # turns leave no register for what a persistent block must remember
+        in_turn, persistent = mean >= NARROW_TURNS_FROM, False
+    else:
+        in_turn = longest >= WIDE_TURNS_FROM
+        persistent = not spec.is_ragged and (in_turn or (spec.mask_kind is MaskKind.CAUSAL and mean >= WIDE_PERSISTENT_FROM))
     return replace(tiles, order=Order.IN_TURN if in_turn else Order.TOGETHER, kv_stages=2 if persistent else 1)
 
 
@@ -97,6 +110,8 @@ def tile_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> dict[str, int]:
         "dQ": 4 * tiles.q * spec.qk_width if tiles.has_sender else 0,
         "L": 4 * (tiles.q + STATISTICS_TAIL) * tiles.q_stages,
         "D": 4 * tiles.q * tiles.do_stages,
+        "zeros": 4 * ZERO_WORDS if clears_ahead(spec, tiles) else 0,
+        "pieces": 4 * PIECE_WORDS * PIECE_STAGES * tiles.spare_warps if converts_behind(spec, tiles) else 0,
     }
 
 
@@ -104,7 +119,7 @@ def smem_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> int:
     """All shared memory of a block: the tiles, a full and an empty barrier per stage."""
     total = 0
     for name, n in tile_bytes(spec, tiles).items():
-        step = 128 if name in ("dQ", "L", "D") else ALIGNMENT_BYTES
+        step = 128 if name in ("dQ", "L", "D", "zeros", "pieces") else ALIGNMENT_BYTES
         total = -(-total // step) * step + n
     barriers = 2 * (tiles.q_stages + tiles.do_stages + 2 * tiles.kv_stages)
     if tiles.split is Split.ROLES:
@@ -112,6 +127,8 @@ def smem_bytes(spec: BackwardSpec, tiles: BackwardTiles) -> int:
     if tiles.persistent:
         barriers += 2 * WORK_STAGES
         total += 4 * WORK_WORDS * WORK_STAGES
+    if converts_behind(spec, tiles):
+        barriers += PIECE_STAGES * tiles.spare_warps
     return total + BARRIER_BYTES * barriers
 
 

@@ -13,7 +13,8 @@ from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from ...mask import MaskKind
 from . import backward_storage
 from .backward_barriers import BackwardBarrierId, arrive_consumers, sync_consumers
-from .backward_tiles import BackwardSpec, BackwardTiles, Order
+from .backward_tiles import BackwardSpec, BackwardTiles, Order, Split
+from .bulk import wait_for_phase
 from .fragments import convert
 from .matmul import issue, wait_matmuls
 from .queryblocks import QueryBlocks, block_at
@@ -51,7 +52,7 @@ class StagedRows:
 
     @cute.jit
     def wait(self, at: pipeline.PipelineState):
-        self.pipe.consumer_wait(at)
+        wait_for_phase(self.pipe.sync_object_full.get_barrier(at.index), at.phase)
 
     @cute.jit
     def release(self, at: pipeline.PipelineState):
@@ -276,8 +277,9 @@ def walk(c, blocks: QueryBlocks, coarse: cutlass.Constexpr[bool]):
         for i in cutlass.range(blocks.left_edge, unroll=1):
             c.block(block_at(blocks, i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=True, coarse=False)
         done = blocks.left_edge
+        masked = c.spec.softcap and c.tiles.split is Split.KEYS  # needed by nobody, but ptxas then spills less
         for i in cutlass.range(blocks.interior, unroll=1):
-            c.block(block_at(blocks, done + i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=False, coarse=False)
+            c.block(block_at(blocks, done + i, c.spec, c.tiles, cutlass.min, cutlass.max), masked=masked, coarse=False)
         done = done + blocks.interior
         if const_expr(c.spec.mask_kind is MaskKind.WINDOW or c.spec.mask_kind is MaskKind.CHUNK):
             for i in cutlass.range(blocks.right_edge, unroll=1):

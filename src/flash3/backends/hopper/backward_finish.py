@@ -7,13 +7,13 @@ roles       one block of 256 threads for each block of query rows and head: each
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 from . import backward_storage, blocklist, budget, storage
 from .backward_operands import FinishOperands
-from .backward_tiles import CONSUMERS, BackwardSpec, BackwardTiles
+from .backward_tiles import CONSUMERS, BackwardSpec, BackwardTiles, converts_behind
 from .dq import half_of, in_fours
 from .extents import extent_of
 from .fragments import convert
@@ -38,14 +38,20 @@ class FinishKernel:
         spec, tiles, z = self.spec, self.tiles, ops.sizes
         thread, _, _ = cute.arch.thread_idx()
         index, head, _ = cute.arch.block_idx()
+        blocks, heads, _ = cute.arch.grid_dim()
+        index, head = blocks - 1 - index, heads - 1 - head  # what was added last may still be in the L2
         layout = backward_storage.q_layout(spec, tiles, 1)
         smem = SmemAllocator()
         rows = smem.allocate_tensor(storage.ELEMENTS[spec.dtype], layout.outer, budget.ALIGNMENT_BYTES, swizzle=layout.inner)
         batch = blocklist.sequence_of(index, ops.q_arrays, z.batch, z.q_rows, spec.q_layout, tiles.q)
         extent = extent_of(ops.q_arrays, spec.q_layout, batch, z.q_rows)
         first_row = (index - blocklist.first_block(spec.q_layout, ops.q_arrays, batch, z.q_rows, tiles.q)) * tiles.q
+        is_left = Boolean(True)
+        if const_expr(converts_behind(spec, tiles)):  # the grid holds the last heads only, and of the first of them some columns are done
+            head = ops.dq.shape[-2] - heads + head
+            is_left = head // spec.heads_per_kv * z.batch + batch + z.columns_ahead >= z.kv_heads * z.batch
         cute.arch.griddepcontrol_wait()
-        if first_row < extent.length:
+        if first_row < extent.length and is_left:
             self.gather(ops, head * z.q_blocks + index, rows, thread)
             cute.arch.sync_threads()
             self.write(ops, rows, extent, head, first_row, thread)

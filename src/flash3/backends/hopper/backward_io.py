@@ -9,9 +9,9 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from . import storage
 from .backward_barriers import sync_gradient
-from .backward_clear import clears_ahead, wait_cleared
+from .backward_clear import wait_cleared
 from .backward_schedule import KeyDispatcher
-from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, Split, tiles_of
+from .backward_tiles import KEYS_PER_CONSUMER, STATISTICS_TAIL, BackwardSpec, BackwardTiles, Split, clears_ahead, tiles_of
 from .bulk import bulk_load
 from .extents import Extent, last_block, tile_of
 from .fragments import convert
@@ -32,15 +32,16 @@ class StagedRowsLoad(StagedLoad):
     @cute.jit
     def load_with_rows(self, block: Int32, head: Int32, extent: Extent, record: Int32):
         slot = self.producer.acquire_and_advance()
-        rows = tile_of(self.tensor, self.tile, block, 0, head, extent, self.layout)
-        target, source = cpasync.tma_partition(
-            self.atom, 0, cute.make_layout(1), cute.group_modes(self.buffer, 0, 2), cute.group_modes(rows, 0, 2)
-        )
-        cute.copy(self.atom, source, target[None, slot.index], tma_bar_ptr=slot.barrier)
+        self.load_into(slot.index, slot.barrier, block, head, extent)
+        self.rows_into(slot.index, slot.barrier, record)
+
+    @cute.jit
+    def rows_into(self, stage: Int32, barrier: cute.Pointer, record: Int32):
+        """The statistic alone."""
         if self.lane == 0:
             words = cute.size(self.box, mode=[0])
             start = self.statistics.iterator + (Int64(record) * self.statistics.shape[1] + self.word)
-            bulk_load(self.box[None, slot.index].iterator, start, slot.barrier, 4 * words)
+            bulk_load(self.box[None, stage].iterator, start, barrier, 4 * words)
 
 
 @dataclass
@@ -105,14 +106,68 @@ class Loads:
         self.do.load_with_rows(block, q_head, tile.q, record)
 
 
+@dataclass
+class FirstStage:
+    """The barriers of the first block's Q and dO, on which a block that has one tile waits for K and V too."""
+
+    q: cute.Pointer
+    do: cute.Pointer
+
+
+@cute.jit
+def begin_tile(
+    load: Loads, tile: KeyTile, blocks: QueryBlocks, full: FirstStage, spec: cutlass.Constexpr[BackwardSpec],
+    tiles: cutlass.Constexpr[BackwardTiles],
+):  # fmt: skip
+    """The first loads of a block's only tile, of what no kernel before has made."""
+    if blocks.count() > 0:
+        block, size = block_at(blocks, Int32(0), spec, tiles, cutlass.min, cutlass.max), spec.dtype.bytes
+        q_head = tile.kv_head * spec.heads_per_kv
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full.q, size * (tiles.q + tiles.kv) * spec.qk_width + 4 * (tiles.q + STATISTICS_TAIL))
+            cute.arch.mbarrier_arrive_and_expect_tx(full.do, size * (tiles.q + tiles.kv) * spec.v_width + 4 * tiles.q)
+        load.k.load_into(Int32(0), full.q, tile.kv_block, tile.kv_head, tile.k)
+        load.q.load_into(Int32(0), full.q, block, q_head, tile.q)
+        load.v.load_into(Int32(0), full.do, tile.kv_block, tile.kv_head, tile.k)
+        load.do.load_into(Int32(0), full.do, block, q_head, tile.q)
+
+
+@cute.jit
+def produce_begun(
+    load: Loads, tile: KeyTile, blocks: QueryBlocks, full: FirstStage, spec: cutlass.Constexpr[BackwardSpec],
+    tiles: cutlass.Constexpr[BackwardTiles],
+):  # fmt: skip
+    """All other loads. Who adds to dQ has waited for D: the first block's comes once the sum is cleared."""
+    if blocks.count() > 0:
+        record = tile.record + block_at(blocks, Int32(0), spec, tiles, cutlass.min, cutlass.max)
+        load.q.rows_into(Int32(0), full.q, record)
+        if const_expr(clears_ahead(spec, tiles)):
+            wait_cleared(load.q.statistics, tile.record, tiles_of(tile.k.length, tiles), tiles)
+        load.do.rows_into(Int32(0), full.do, record)
+        load.q.producer.advance()
+        load.do.producer.advance()
+    begun = Int32(1)
+    for head in cutlass.range(spec.heads_per_kv, unroll=1):
+        for i in cutlass.range(begun, blocks.count(), unroll=1):
+            load.load_queries(tile, head, block_at(blocks, i, spec, tiles, cutlass.min, cutlass.max))
+        begun = Int32(0)
+    return load
+
+
+@cute.jit
+def load_keys_of_cleared(load: Loads, tile: KeyTile, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles]):
+    """K and V, and behind them, where all consumers add, a look whether dQ's sum may be added to."""
+    load.load_keys(tile)
+    if const_expr(clears_ahead(spec, tiles) and tiles.split is Split.KEYS):
+        wait_cleared(load.q.statistics, tile.record, tiles_of(tile.k.length, tiles), tiles)
+
+
 @cute.jit
 def produce(
     load: Loads, tile: KeyTile, blocks: QueryBlocks, spec: cutlass.Constexpr[BackwardSpec], tiles: cutlass.Constexpr[BackwardTiles]
 ):
     """Loads of one work tile, in the order in which they are read."""
-    load.load_keys(tile)
-    if const_expr(clears_ahead(spec, tiles) and tiles.split is Split.KEYS):
-        wait_cleared(load.q.statistics, tile.record, tiles_of(tile.k.length, tiles), tiles)
+    load_keys_of_cleared(load, tile, spec, tiles)
     for head in cutlass.range(spec.heads_per_kv, unroll=1):
         for i in cutlass.range(blocks.count(), unroll=1):
             load.load_queries(tile, head, block_at(blocks, i, spec, tiles, cutlass.min, cutlass.max))
@@ -130,7 +185,7 @@ def produce_next(
 ):
     """Loads of one of many tiles. The ticket for the next one is taken before the last of them, so that it is there in time, and no
     earlier: a block with a long tile must not sit on a reserved one."""
-    load.load_keys(tile)
+    load_keys_of_cleared(load, tile, spec, tiles)
     for head in cutlass.range(spec.heads_per_kv, unroll=1):
         for i in cutlass.range(blocks.count(), unroll=1):
             if head == spec.heads_per_kv - 1 and i == blocks.count() - 1:

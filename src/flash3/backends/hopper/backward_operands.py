@@ -50,6 +50,7 @@ class RowOperands:
     d_lse: object  # like lse, or None
     sink: object  # float32 (heads,) or None
     statistics: cute.Tensor  # float32 (heads · q_blocks, statistics_words)
+    dq: cute.Tensor  # like q: second parts of L₂ until it is written
     dq_sum: cute.Tensor  # float32 (heads · q_blocks, q · qk_width): dQ / scale, in the order of the matmul's registers
     order: object  # int32 (key tiles,), or None: backward_rank
     q_arrays: SequenceArrays
@@ -82,6 +83,7 @@ class BackwardOperands:
     half_of_k: object  # K in tiles of half its columns; None without clusters
     dk: cpasync.TmaInfo
     dv: cpasync.TmaInfo
+    dq: cute.Tensor  # like q
     statistics: cute.Tensor
     dq_sum: cute.Tensor
     order: object

@@ -5,7 +5,8 @@ equations   D = rowsum(dO ∘ O) − dL      L₂ = L·log2 e      d_sink = −�
             mask for them.
 
 record      of each block of rows and head (blocklist), float32: L₂ (q) · whether some row has a second part, the block's share of the
-            sink's gradient, a counter (backward_clear, backward_order), 0 · D (q) · second part of L₂ (q; backward_refine)
+            sink's gradient, two counters (backward_clear, backward_order, backward_behind) · D (q)
+second part of L₂ (backward_refine), in a block that has some: in its rows of dQ, which nobody else needs until all have read it
 
 roles       one block of 256 threads for each record; as many threads to a row as it has 16-byte pieces (a power of two), then one to a
             row. Where lengths are ragged one block more, the first, which ranks the key tiles (backward_rank)
@@ -23,7 +24,7 @@ from cutlass.memory import SmemAllocator
 
 from ... import mask
 from . import blocklist
-from .backward_clear import clears_ahead, slices_of
+from .backward_clear import slices_of
 from .backward_operands import RowOperands
 from .backward_rank import rank_tiles
 from .backward_refine import LARGEST_EXACT, rest_of_row
@@ -34,6 +35,7 @@ from .backward_tiles import (
     BackwardSpec,
     BackwardTiles,
     DqPath,
+    clears_ahead,
     is_ranked,
     statistics_words,
     tiles_of,
@@ -42,6 +44,7 @@ from .extents import Extent, extent_of
 from .masking import bounds_of
 from .rows import PIECE, piece_of, row_of, rows_of, statistic_of
 from .softmax import LOG2_E
+from .weights import second_part_at
 
 THREADS = 256
 WARPS = THREADS // 32
@@ -93,8 +96,10 @@ class PrepareKernel:
 
     @cute.jit
     def record(self, ops: RowOperands, index: Int32, head: Int32, thread: Int32):
-        """One block of rows and head."""
+        """One block of rows and head, the last of all first: the first tiles' dO may still be in the L2 then."""
         spec, tiles, z = self.spec, self.tiles, ops.sizes
+        blocks, heads, _ = cute.arch.grid_dim()
+        index, head = blocks - 1 - int(is_ranked(spec, tiles)) - index, heads - 1 - head
         smem = SmemAllocator()
         totals, lse = (smem.allocate_tensor(Float32, cute.make_layout(tiles.q), 16) for _ in range(2))
         sums = smem.allocate_tensor(Float32, cute.make_layout((WARPS, 2)), 16)
@@ -106,11 +111,16 @@ class PrepareKernel:
         mine, counter = zeros_of(ops, head, batch, extent, k, first_row, spec, tiles)
         if mine:
             self.clear(ops, record, thread)
-        partial, coarse = Float32(0.0), Float32(0.0)
+        partial, coarse, rest = Float32(0.0), Float32(0.0), Float32(0.0)
         if first_row < extent.length:
             partial = self.rows(ops, record, head, extent, first_row, totals, lse, thread)
-            coarse = self.second_parts(ops, record, head, extent, k, first_row, lse, thread)
-        self.write_tail(ops, record, partial, coarse, counter, sums, thread)
+            coarse, rest = self.second_parts(ops, head, extent, k, first_row, lse, thread)
+        some = self.write_tail(ops, record, partial, coarse, counter, sums, thread)
+        rows, lane = tiles.q // WARPS, thread % 32
+        row = first_row + (thread // 32 * rows + lane)
+        if some != Float32(0.0) and lane < rows and row < extent.length:
+            place = second_part_at(ops.dq, spec.q_layout, extent, head, row)
+            place[0] = rest
 
     @cute.jit
     def clear(self, ops: RowOperands, record: Int32, thread: Int32):
@@ -178,9 +188,9 @@ class PrepareKernel:
 
     @cute.jit
     def second_parts(
-        self, ops: RowOperands, record: Int32, head: Int32, q: Extent, k: Extent, first_row: Int32, lse: cute.Tensor, thread: Int32
+        self, ops: RowOperands, head: Int32, q: Extent, k: Extent, first_row: Int32, lse: cute.Tensor, thread: Int32
     ):  # fmt: skip
-        """The second part of L₂ of every row. The answer: 1 where this warp's rows have some, else 0."""
+        """1 where this warp's rows have a second part of L₂, else 0; and that of the row that is this lane's in the warp."""
         spec, tiles = self.spec, self.tiles
         rows, lane = tiles.q // WARPS, thread % 32
         first = thread // 32 * rows
@@ -200,27 +210,24 @@ class PrepareKernel:
                     of_row = cute.arch.shuffle_sync(lse_log2, i)
                     again = rest_of_row(ops, q_row, keys, row, q, k, of_row, head, spec)
                     rest = again if lane == i else rest
-        start = Int64(record) * statistics_words(tiles) + (2 * tiles.q + STATISTICS_TAIL)
-        line = cute.make_tensor(ops.statistics.iterator + start, cute.make_layout(tiles.q))
-        if lane < rows:
-            line[first + lane] = rest
-        return found
+        return found, rest
 
     @cute.jit
     def write_tail(
         self, ops: RowOperands, record: Int32, partial: Float32, coarse: Float32, counter: Int32, sums: cute.Tensor, thread: Int32
     ):  # fmt: skip
-        """The four words behind L₂."""
+        """The four words behind L₂. The answer: the first of them."""
         of_warp = cute.arch.warp_reduction_sum(partial) if const_expr(self.spec.sink) else Float32(0.0)
         if thread % 32 == 0:
             sums[thread // 32, 0], sums[thread // 32, 1] = of_warp, coarse
         cute.arch.sync_threads()
+        share, some = Float32(0.0), Float32(0.0)
+        for i in cutlass.range_constexpr(WARPS):
+            share, some = share + sums[i, 0], some + sums[i, 1]
         if thread == 0:
-            share, some = Float32(0.0), Float32(0.0)
-            for i in cutlass.range_constexpr(WARPS):
-                share, some = share + sums[i, 0], some + sums[i, 1]
             start = Int64(record) * statistics_words(self.tiles) + self.tiles.q
             place = (ops.statistics.iterator + start).align(16)
             tail, counters = (cute.make_tensor(p, cute.make_layout(STATISTICS_TAIL)) for p in (place, cute.recast_ptr(place, dtype=Int32)))
             tail[0], tail[1] = some, share
             counters[TURN_WORD], counters[COUNTER_WORD] = counter, Int32(0)
+        return some

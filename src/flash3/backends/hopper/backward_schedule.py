@@ -1,4 +1,5 @@
-"""Tiles of keys for persistent blocks: a block's first one is its own number, each further one comes from a counter in global memory.
+"""Tiles of keys for persistent blocks: their numbers come from a counter in global memory. The first one too, so that whoever runs has none
+behind one that waits for room: tiles wait for those before them (backward_clear).
 
 The producer's end takes the tickets and tells the consumers through shared memory. The counter is a word of the first statistics record:
 backward_prepare leaves it at 0.
@@ -19,7 +20,6 @@ class KeyDispatcher:
     box: cute.Tensor  # (word, stage) in shared memory
     producer: pipeline.PipelineProducer
     counter: cute.Pointer
-    grid: Int32
     lane: Int32
 
     @cute.jit
@@ -31,7 +31,7 @@ class KeyDispatcher:
 
     @cute.jit
     def advance(self):
-        self.send(cute.arch.shuffle_sync(self.ticket, 0) + self.grid)
+        self.send(cute.arch.shuffle_sync(self.ticket, 0))
 
     @cute.jit
     def send(self, index: Int32):

@@ -18,6 +18,9 @@ CONSUMERS = 2
 """Warpgroups that read Q and dO."""
 
 
+PRODUCER_WARPS = 4
+
+
 class DqPath(enum.Enum):
     """How a block's share of dQ reaches the float32 sum in global memory."""
 
@@ -106,6 +109,15 @@ class BackwardTiles:
         return self.dq_path is not DqPath.REGISTERS and self.split is Split.KEYS
 
     @property
+    def first_spare_warp(self) -> int:
+        """Of the producer warpgroup: the warps before it load and send."""
+        return 2 if self.has_sender else 1
+
+    @property
+    def spare_warps(self) -> int:
+        return PRODUCER_WARPS - self.first_spare_warp
+
+    @property
     def dq_transposed(self) -> bool:
         """Whether the consumers share dQ by columns, as dQᵀ = Kᵀ·dSᵀ, and not by rows: 64 queries are rows for one of them only."""
         return self.split is Split.KEYS and self.q == KEYS_PER_CONSUMER
@@ -124,10 +136,35 @@ TURN_WORD, COUNTER_WORD = 2, 3
 
 
 def statistics_words(tiles: BackwardTiles) -> int:
-    """float32 words of a block's record: L of its rows and the tail, D, and the second part of L."""
-    return 3 * tiles.q + STATISTICS_TAIL
+    """float32 words of a block's record: L of its rows and the tail, and D."""
+    return 2 * tiles.q + STATISTICS_TAIL
 
 
 def tiles_of(length: Any, tiles: BackwardTiles) -> Any:
     """Tiles of so many keys. In a cluster the last one may be empty."""
     return (length + tiles.walk_keys - 1) // tiles.walk_keys * tiles.cluster
+
+
+def clears_ahead(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
+    """Whether tiles clear the sum of dQ ahead of each other (backward_clear): it is added up in no order, and columns are of one size."""
+    return tiles.dq_path is not DqPath.ORDERED and not spec.is_ragged
+
+
+def converts_behind(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
+    """Whether tiles convert the sum of dQ behind each other (backward_behind): where it pays, and there is room for the pieces."""
+    pays = tiles.order is Order.IN_TURN or (tiles.split is Split.KEYS and spec.softcap)  # with a softcap ptxas also spills less then
+    return clears_ahead(spec, tiles) and not tiles.persistent and pays
+
+
+def starts_early(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
+    """Whether a block waits for K with its first Q, and for V with its first dO: where that pays."""
+    return not tiles.persistent and tiles.split is Split.KEYS and tiles.order is Order.TOGETHER and not spec.softcap
+
+
+ZERO_WORDS = 256
+"""float32 zeros in shared memory, which bulk copies put into the sum (backward_clear)."""
+PIECE_FOURS = 2
+"""float4s of each of a consumer's threads in a piece of the sum (backward_behind)."""
+PIECE_WORDS = PIECE_FOURS * 4 * 128
+PIECE_STAGES = 3
+"""Pieces under way to a spare warp."""

@@ -81,3 +81,12 @@ def load_acquire(source: cute.Pointer):
 def add_release(target: cute.Pointer, value: Int32):
     """Global int32 += value, after everything that this thread did before."""
     cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[target.toint(), value])
+
+
+@cute.jit
+def wait_for_phase(barrier: cute.Pointer, parity: Int32):
+    """Until a phase of an mbarrier is complete. As PTX: what the compiler makes of its own wait it lays into the loop around, or not."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}; @done bra end; bra again; end: }",
+        read_only_args=[barrier.toint(), parity],
+    )

@@ -2,16 +2,17 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ...sequences import SequenceKind
 from . import backward_storage, blocklist, storage
 from .backward import BackwardKernel
+from .backward_behind import heads_left
 from .backward_clear import columns_ahead
 from .backward_finish import FinishKernel
 from .backward_operands import BackwardNumbers, BackwardOperands, BackwardSizes, FinishOperands, RowOperands
 from .backward_prepare import PrepareKernel
-from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, tiles_of
+from .backward_tiles import KEYS_PER_CONSUMER, BackwardSpec, BackwardTiles, converts_behind, tiles_of
 from .extents import rows_view, sequence_arrays
 from .operands import Arrays, MaskNumbers
 
@@ -57,13 +58,15 @@ class Gradient:
             return sequence_arrays(q_arrays), sequence_arrays(k_arrays), sizes, self.mask_numbers(numbers)
 
         scales = numbers.scale_log2, numbers.tanh_scale
-        before = RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mSum, mOrder, *sides(), *scales)
+        before = RowOperands(mQ, mK, mO, mdO, mLSE, mdLSE, mSink, mStatistics, mdQ, mSum, mOrder, *sides(), *scales)
         PrepareKernel(spec, tiles).launch(before, blocks, heads, stream)
         loads = self.loads(mQ, mK, mV, mdO)
-        main = BackwardOperands(*loads, *self.stores(mdK, mdV), mStatistics, mSum, mOrder, *sides(), numbers.scale, *scales)
+        main = BackwardOperands(*loads, *self.stores(mdK, mdV), mdQ, mStatistics, mSum, mOrder, *sides(), numbers.scale, *scales)
         key_tiles = blocklist.num_blocks(spec.k_layout, mK.shape[-3], batch, tiles.walk_keys) * tiles.cluster
         BackwardKernel(spec, tiles).launch(main, key_tiles, kv_heads, numbers.multiprocessors, stream)
         q_side, _, sizes, _ = sides()
+        if const_expr(converts_behind(spec, tiles)):
+            heads = heads_left(heads, kv_heads, batch, ahead, cutlass.min)
         FinishKernel(spec, tiles).launch(FinishOperands(mdQ, mSum, q_side, sizes, numbers.scale), blocks, heads, stream)
 
     def mask_numbers(self, n: BackwardNumbers) -> MaskNumbers:

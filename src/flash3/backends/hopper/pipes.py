@@ -35,15 +35,15 @@ def own_stage(pipe, consumers: int, me: Int32):
     return pipeline.PipelineConsumer(pipe, pipeline.PipelineState(consumers, Int32(0), me, Int32(0)), pipe.sync_object_empty.cg)
 
 
-def work_pipe(smem, tiles: Tiles, words: int):
-    """The box of work tiles, its producer end (one warp) and its consumer end (all consumer threads)."""
+def work_pipe(smem, tiles: Tiles, words: int, spare_threads: int = 0):
+    """The box of work tiles, its producer end (one warp) and its consumer end (all consumer threads, and so many others)."""
     box = smem.allocate_tensor(Int32, cute.make_layout((words, WORK_STAGES)), 16)
     barriers = smem.allocate_array(cutlass.Int64, 2 * WORK_STAGES)
     pipe = pipeline.PipelineAsync.create(
         barrier_storage=barriers,
         num_stages=WORK_STAGES,
         producer_group=_threads(32),
-        consumer_group=_threads(WARPGROUP_THREADS * tiles.consumers),
+        consumer_group=_threads(WARPGROUP_THREADS * tiles.consumers + spare_threads),
         defer_sync=True,
     )
     return box, *pipe.make_participants()
@@ -63,11 +63,16 @@ class StagedLoad:
     @cute.jit
     def load(self, block: Int32, head: Int32, extent: Extent):
         slot = self.producer.acquire_and_advance()
+        self.load_into(slot.index, slot.barrier, block, head, extent)
+
+    @cute.jit
+    def load_into(self, stage: Int32, barrier: cute.Pointer, block: Int32, head: Int32, extent: Extent):
+        """Into a stage that is free; the barrier expects the bytes."""
         rows = tile_of(self.tensor, self.tile, block, 0, head, extent, self.layout)
         target, source = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(self.buffer, 0, 2), cute.group_modes(rows, 0, 2)
         )
-        cute.copy(self.atom, source, target[None, slot.index], tma_bar_ptr=slot.barrier)
+        cute.copy(self.atom, source, target[None, stage], tma_bar_ptr=barrier)
 
 
 @dataclass

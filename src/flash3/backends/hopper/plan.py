@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ... import tuned
 from ...plan import Plan
-from ...problem import DType, Problem, Request, ScaleKind, Task, TensorInfo
+from ...problem import DType, Problem, Request, ScaleKind, Task
 from ...sequences import Padded, Paged, SequenceKind
-from ..base import Footprint, Refusal, Support
+from ..base import Footprint, Refusal, Support, unaligned
 from . import backward_budget, backward_plan, backward_space, budget, heuristics, launch, roles, space
-from .arguments import TMA_ALIGNMENT_BYTES, arrays_of, is_straight, layout_of, packed, tma_ready
+from .arguments import arrays_of, is_straight, layout_of, packed, tma_ready
 from .backward_tiles import BackwardSpec, BackwardTiles
 from .tiles import SEQUENCE_LIMIT, ForwardSpec, ScaleSign, SequenceLayout, Tiles
 
@@ -56,8 +56,7 @@ class HopperBackend:
         if importlib.util.find_spec("cutlass") is None:
             return Refusal("the package nvidia-cutlass-dsl is not installed (pip install 'flash3[hopper]')")
         notes = [f"{spec.dtype.value} kernels"]
-        copied = [name for name, t in (("q", problem.q), ("k", problem.k), ("v", problem.v)) if not _aligned(t)]
-        if copied:
+        if copied := unaligned(problem):
             notes.append(f"copies {', '.join(copied)}, whose rows do not start at multiples of 16 bytes")
         if spec.k_sequences is SequenceKind.PAGED:
             notes.append("gathers the pages into a copy first: a kernel that reads pages is still to come")
@@ -161,12 +160,6 @@ def _unsupported(problem: Problem) -> list[str]:
     if (sizes.total_q // 64 + sizes.batch) * sizes.heads_q >= MOST_WORK_TILES:
         found.append(f"{sizes.total_q} query rows in all with {sizes.heads_q} heads are too many tiles for 32 bits")
     return found
-
-
-def _aligned(t: TensorInfo) -> bool:
-    """Rows that TMA can read where they lie. The stride of a dimension of size 1 is never used."""
-    step = TMA_ALIGNMENT_BYTES // (t.dtype.bytes if isinstance(t.dtype, DType) else 1)
-    return t.aligned and all(n <= 1 or s % step == 0 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))
 
 
 Launch = Callable[..., None]

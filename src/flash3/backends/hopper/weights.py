@@ -4,11 +4,16 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from ... import mask
-from .backward_tiles import STATISTICS_TAIL, BackwardSpec, BackwardTiles, statistics_words
+from ...mask import MaskKind
+from ...sequences import SequenceKind
+from .backward_operands import BackwardSizes
+from .backward_tiles import BackwardSpec, BackwardTiles
+from .extents import Extent
 from .fragments import ROW_STEP, ROWS_PER_THREAD, as_rows, convert
+from .rows import row_of
 
 UNSEEN = 1 << 30
 """First row that sees a key past the end of the keys."""
@@ -52,12 +57,19 @@ def read_rows(rows: cute.Tensor, stage: Int32, first_column: Int32, tiles: cutla
     return mine
 
 
+def pair_of_rows(rows: cute.Tensor, stage: Int32, column):
+    """The statistics of two neighbouring columns, in shared memory."""
+    return cute.make_tensor((rows[None, stage].iterator + column).align(8), cute.make_layout(2))
+
+
 @dataclass
 class Weights:
     """Scores → P, for one thread's part of Sᵀ."""
 
     rows: cute.Tensor  # L₂ and its tail beside each stage of Q: (words, stage)
-    statistics: cute.Tensor  # (heads · q_blocks, words), for the second part of L₂
+    dq: cute.Tensor  # as the framework has it: the second parts of L₂
+    queries: Extent  # of a ragged sequence
+    sizes: BackwardSizes
     record: Int32  # of the head's block 0
     mask: TransposedMask
     first_column: Int32
@@ -75,19 +87,32 @@ class Weights:
         if const_expr(self.spec.softcap):  # r = 1 / (1 + e^2x): tanh x = 1 − 2r, and its slope is 4r·(1 − r)
             for i in cutlass.range_constexpr(cute.size(S)):
                 S[i] = rcp_of_cap(S[i], self.tanh_scale)
-        rows, lse = as_rows(S), read_rows(self.rows, stage, self.first_column, self.tiles)
-        limits, rest = self.mask.limits(q_block * self.tiles.q), self.rest_of(q_block)
+        rows, lse = as_rows(S), None
+        if const_expr(not self.spec.softcap):
+            lse = read_rows(self.rows, stage, self.first_column, self.tiles)
+        limits, first_row = self.mask.limits(q_block * self.tiles.q), q_block * self.tiles.q + self.first_column
+        one_edge = self.spec.mask_kind in (MaskKind.FULL, MaskKind.CAUSAL)
+        pairs = self.tiles.q // 8 if one_edge and not self.tiles.dq_transposed else 1  # at once: as ptxas spills least
+        if const_expr(coarse and pairs > 1):
+            rest = self.rest_of(first_row, stage, pairs)
         pair = cute.make_rmem_tensor(2, Float32)
         for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
+            here = cute.make_rmem_tensor(2, Float32)
+            if const_expr(self.spec.softcap):  # registers are few
+                cute.autovec_copy(pair_of_rows(self.rows, stage, self.first_column + 4 * c), here)
+            else:
+                here[0], here[1] = lse[c], lse[c + 1]
+            if const_expr(coarse and pairs == 1):
+                rest = self.rest_of(first_row + 4 * c, stage, 1)
             for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
                 for e in cutlass.range_constexpr(2):
                     score = rows[r, c + e]
                     if const_expr(self.spec.softcap):
-                        exponent = (Float32(1.0) - Float32(2.0) * score) * self.scale_log2 - lse[c + e]
+                        exponent = (Float32(1.0) - Float32(2.0) * score) * self.scale_log2 - here[e]
                     else:
-                        exponent = score * self.scale_log2 - lse[c + e]
+                        exponent = score * self.scale_log2 - here[e]
                     if const_expr(coarse):
-                        exponent = exponent - rest[e, c // 2]
+                        exponent = exponent - rest[e, c // 2 % pairs]
                     if const_expr(masked):
                         exponent = cutlass.select_(self.mask.sees(limits, r, c + e), exponent, -Float32.inf)
                     p = cute.math.exp2(exponent, fastmath=True)
@@ -96,10 +121,26 @@ class Weights:
                         rows[r, c + e] = p * (Float32(4.0) * score * (Float32(1.0) - score))
                 convert(pair, cute.make_tensor(P.iterator + 2 * (c + r), cute.make_layout(2)))
 
-    def rest_of(self, q_block: Int32):
-        """The second part of L, in global memory: column first_column + 8j + e at (e, j)."""
-        start = Int64(self.record + q_block) * statistics_words(self.tiles) + (2 * self.tiles.q + STATISTICS_TAIL) + self.first_column
-        return cute.make_tensor((self.statistics.iterator + start).align(8), cute.make_layout((2, self.tiles.q // 8), stride=(1, 8)))
+    @cute.jit
+    def rest_of(self, row: Int32, stage: Int32, pairs: cutlass.Constexpr[int]):
+        """The second part of L₂ of rows row + 8j + e, in global memory, at (e, j)."""
+        found = cute.make_rmem_tensor((2, pairs), Float32)
+        some = self.rows[self.tiles.q, stage] != Float32(0.0)  # else anything may be there; a branch would serialize the matmuls
+        layout, z, q = self.spec.q_layout, self.sizes, self.queries
+        head = self.record // z.q_blocks
+        if const_expr(layout.kind is SequenceKind.DENSE):  # known anyhow: nothing to be kept for this walk
+            q = Extent((self.record - head * z.q_blocks) // (z.q_blocks // z.batch), Int32(0), z.q_rows)
+        for j in cutlass.range_constexpr(pairs):
+            for e in cutlass.range_constexpr(2):
+                there = second_part_at(self.dq, layout, q, head, cutlass.min(row + (8 * j + e), q.length - 1))[0]
+                found[e, j] = cutlass.select_(some, there, Float32(0.0))
+        return found
+
+
+def second_part_at(dq, layout, extent: Extent, head, row):
+    """Where the second part of a row's L₂ waits: in the row's own dQ, which is written when nobody reads it any more."""
+    place = row_of(dq, layout, extent, head, row).iterator.align(4)
+    return cute.make_tensor(cute.recast_ptr(place, dtype=Float32), cute.make_layout(1))
 
 
 @cute.jit

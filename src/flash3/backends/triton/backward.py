@@ -16,7 +16,7 @@ of all. Every other row has row_max 0, and its LSE for log_sum.
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, extent_of, load_block, load_by_pointers, row_offsets, tanh, tile_pointers
+from .blocks import LOG2_E, extent_of, load_block, load_by_pointers, own_tile, row_offsets, tanh, tile_pointers
 from .forward import NUMBERS, scores
 from .masking import Bounds, blocks_of_keys, blocks_of_queries, seen_by, settled, step, walk
 
@@ -91,9 +91,7 @@ def prepare_kernel(
 ):
     """Fills stats. Rows without keys get the log_sum +inf: their P is 0."""
     OUTPUTS: tl.constexpr = SPEC.outputs
-    block = tl.program_id(0) % blocks
-    head = tl.program_id(0) // blocks % heads
-    batch = tl.program_id(0) // blocks // heads
+    block, head, batch = own_tile(blocks, heads, False)
     own_q, own_k = extent_of(at_q, batch, q_len), extent_of(at_k, batch, k_len)
     if block * SPEC.queries.block >= own_q.length:
         return
@@ -239,9 +237,7 @@ def dkdv_kernel(
     VALUES: tl.constexpr = SPEC.values
     DK: tl.constexpr = dk is not None
     DV: tl.constexpr = dv is not None
-    block = tl.program_id(0) % blocks
-    kv_head = tl.program_id(0) // blocks % heads_kv
-    batch = tl.program_id(0) // blocks // heads_kv
+    block, kv_head, batch = own_tile(blocks, heads_kv, False)
     own_q, own_k = extent_of(at_q, batch, q_len), extent_of(at_k, batch, k_len)
     first = block * SPEC.keys.block
     if first >= own_k.length:
@@ -260,9 +256,10 @@ def dkdv_kernel(
         state = gather_dkdv(
             state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, False, DK, DV
         )
-        state = gather_dkdv(
-            state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True, DK, DV
-        )
+        if SPEC.edges:
+            state = gather_dkdv(
+                state, K, V, q, d_out, q_tma, d_out_tma, stats, own_q, head, at_q, walked, keys, k_len, bounds, scales, SPEC, True, DK, DV
+            )
     dK, dV = state
     if dk is not None:
         pointers, stored = tile_pointers(dk, own_k, keys, kv_head, KEYS)
@@ -342,11 +339,7 @@ def dq_kernel(
     """Grid: tiles of rows of all query heads and sequences."""
     QUERIES: tl.constexpr = SPEC.queries
     OUTPUTS: tl.constexpr = SPEC.outputs
-    block = tl.program_id(0) % blocks
-    head = tl.program_id(0) // blocks % heads
-    batch = tl.program_id(0) // blocks // heads
-    if SPEC.mask.masked:
-        block = blocks - 1 - block  # the longest first
+    block, head, batch = own_tile(blocks, heads, SPEC.mask.masked)
     own_q, own_k = extent_of(at_q, batch, q_len), extent_of(at_k, batch, k_len)
     first_row = block * SPEC.queries.block
     if first_row >= own_q.length:
@@ -367,6 +360,7 @@ def dq_kernel(
     kv_head = head // SPEC.heads_per_kv
     dQ = tl.full((SPEC.queries.block, SPEC.queries.width), 0.0, tl.float32)
     dQ = gather_dq(dQ, Q, dO, row_max, log_sum, delta, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, False)
-    dQ = gather_dq(dQ, Q, dO, row_max, log_sum, delta, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
+    if SPEC.edges:
+        dQ = gather_dq(dQ, Q, dO, row_max, log_sum, delta, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
     pointers, stored = tile_pointers(dq, own_q, rows, head, QUERIES)
     tl.store(pointers, (dQ * scale).to(dq.start.dtype.element_ty), mask=stored)

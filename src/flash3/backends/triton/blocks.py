@@ -11,8 +11,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 class Rows(NamedTuple):
     """A tensor (row, slot, head, column) as kernels see it; strides in elements. Packed storage has one row, pages are rows.
 
-    For TMA it is a matrix whose rows are slot_stride long: `row` begins tma_row of these rows after the one before, a head tma_head rows
-    and tma_column columns after the one before.
+    For TMA it is (head, slot, column), slots of all rows: `row` begins tma_row slots after the one before.
     """
 
     start: Any
@@ -20,8 +19,6 @@ class Rows(NamedTuple):
     slot_stride: Any
     head_stride: Any
     tma_row: Any = 0
-    tma_head: Any = 0
-    tma_column: Any = 0
 
 
 class Arrays(NamedTuple):
@@ -78,6 +75,15 @@ class Statistics(NamedTuple):
 
 
 @triton.jit
+def own_tile(blocks, heads, LAST_FIRST: tl.constexpr):
+    """Tile, head and sequence of this program. LAST_FIRST: where a mask is, the last tile of queries sees most keys, and starts first."""
+    block = tl.program_id(0) % blocks
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return block, tl.program_id(0) // blocks % heads, tl.program_id(0) // blocks // heads
+
+
+@triton.jit
 def extent_of(arrays, batch, dense_length):
     """Where sequence `batch` lies. dense_length: of sequences that fill their rows."""
     row = tl.cast(batch, tl.int64)
@@ -107,8 +113,8 @@ def load_block(x, tma, arrays, own, head, first, exists, KIND: tl.constexpr, CUT
     tma: a descriptor or None. It knows the end of the storage, not that of a sequence: it loads what needs no mask.
     """
     if tma is not None and not CUT:
-        row = tl.cast(own.row, tl.int32) * x.tma_row + head * x.tma_head + own.first + first
-        return tma.load([row, tl.cast(head * x.tma_column, tl.int32)])
+        slot = tl.cast(own.row, tl.int32) * x.tma_row + own.first + first
+        return tma.load([head, slot, 0]).reshape(KIND.block, KIND.width)
     else:
         return load_by_pointers(x, arrays, own, head, first, exists, KIND, CUT)
 
@@ -118,17 +124,19 @@ def load_by_pointers(x, arrays, own, head, first, exists, KIND: tl.constexpr, CU
     """The same, whatever the strides, pages too."""
     local = tl.arange(0, KIND.block)
     columns = tl.arange(0, KIND.width)
-    base = x.start + tl.cast(head, tl.int64) * x.head_stride
+    ALIGN: tl.constexpr = KIND.align
+    base = x.start + tl.multiple_of(tl.cast(head, tl.int64) * x.head_stride, ALIGN)
     if KIND.page_size > 0:
         slot = own.first + first + local
         entry = arrays.page_table + own.row * arrays.page_table_stride + slot // KIND.page_size
         page = tl.load(entry, mask=exists, other=0).to(tl.int64)
         offsets = page * x.row_stride + (slot % KIND.page_size).to(tl.int64) * x.slot_stride
     else:
-        base += own.row * x.row_stride + tl.cast(own.first + first, tl.int64) * x.slot_stride
+        base += tl.multiple_of(own.row * x.row_stride + tl.cast(own.first + first, tl.int64) * x.slot_stride, ALIGN)
         offsets = local * x.slot_stride
         if KIND.wide:
             offsets = local.to(tl.int64) * x.slot_stride
+    offsets = tl.multiple_of(offsets, ALIGN)
     pointers = base + offsets[:, None] + columns[None, :]
     if CUT and KIND.dim < KIND.width:
         return tl.load(pointers, mask=exists[:, None] & (columns < KIND.dim)[None, :], other=0.0)
@@ -143,16 +151,20 @@ def load_by_pointers(x, arrays, own, head, first, exists, KIND: tl.constexpr, CU
 @triton.jit
 def tile_pointers(x, own, rows, heads, KIND: tl.constexpr):
     """Pointers to a tile (rows, KIND.width) and where it exists. `heads` is one head or one for each row."""
+    ALIGN: tl.constexpr = KIND.align
     columns = tl.arange(0, KIND.width)
-    offsets = row_offsets(x, own, rows, heads)
+    offsets = row_offsets(x, own, rows, heads, ALIGN)
     return x.start + offsets[:, None] + columns[None, :], (rows < own.length)[:, None] & (columns < KIND.dim)[None, :]
 
 
 @triton.jit
-def row_offsets(x, own, rows, heads):
-    """Where rows of a sequence begin, from x.start on."""
+def row_offsets(x, own, rows, heads, ALIGN: tl.constexpr = 1):
+    """Where rows of a sequence begin, from x.start on. ALIGN divides them."""
     at = own.row * x.row_stride + (own.first + rows).to(tl.int64) * x.slot_stride
-    return at + tl.cast(heads, tl.int64) * x.head_stride
+    offsets = at + tl.cast(heads, tl.int64) * x.head_stride
+    if ALIGN > 1:
+        offsets = tl.multiple_of(offsets, ALIGN)
+    return offsets
 
 
 @triton.jit

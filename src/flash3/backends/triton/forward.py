@@ -17,7 +17,7 @@ fused multiply-add instead would round c·row_max: at 1e5 every P of a row were 
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, extent_of, load_block, row_offsets, tanh, tile_pointers
+from .blocks import LOG2_E, extent_of, load_block, own_tile, row_offsets, tanh, tile_pointers
 from .masking import Bounds, blocks_of_keys, seen_by, settled, step, walk
 
 NUMBERS = ("q_len", "k_len", "left", "right", "chunk", "q_offset", "k_offset", "heads", "heads_kv", "blocks", "splits")
@@ -108,11 +108,7 @@ def forward_kernel(
     """
     QUERIES: tl.constexpr = SPEC.queries
     OUTPUTS: tl.constexpr = SPEC.outputs
-    block = tl.program_id(0) % blocks
-    head = tl.program_id(0) // blocks % heads
-    batch = tl.program_id(0) // blocks // heads
-    if SPEC.mask.masked:
-        block = blocks - 1 - block  # the longest first
+    block, head, batch = own_tile(blocks, heads, SPEC.mask.masked)
     own_q, own_k = extent_of(at_q, batch, q_len), extent_of(at_k, batch, k_len)
     packed = block * SPEC.queries.block + tl.arange(0, SPEC.queries.block)
     rows, row_heads = packed // SPEC.pack, head * SPEC.pack + packed % SPEC.pack
@@ -140,7 +136,9 @@ def forward_kernel(
     state = (O, row_max, row_sum)
     sees = seen_by(rows, own_k.length, bounds, SPEC)
     state = attend(state, Q, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, False)
-    O, row_max, row_sum = attend(state, Q, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
+    if SPEC.edges:
+        state = attend(state, Q, k, v, k_tma, v_tma, at_k, own_k, kv_head, walked, sees, scales, SPEC, True)
+    O, row_max, row_sum = state
 
     exists = rows < own_q.length
     pointers, stored = tile_pointers(out, own_q, rows, row_heads, OUTPUTS)

@@ -33,7 +33,7 @@ BY_CAPABILITY: dict[tuple[int, int], dict[int, Choice]] = {
     (9, 0): {
         64: (Tiles(64, 128, 4, 2), BackwardTiles(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2))),
         128: (Tiles(64, 64, 4, 3), BackwardTiles(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2))),
-        256: (Tiles(128, 64, 8, 2), BackwardTiles(Tiles(32, 64, 4, 2), Tiles(128, 32, 8, 2), dv=Tiles(64, 64, 4, 1))),
+        256: (Tiles(128, 64, 8, 2), BackwardTiles(Tiles(32, 128, 8, 3), Tiles(128, 32, 8, 3), dv=Tiles(64, 128, 8, 2))),
     },
     (10, 0): {
         64: (Tiles(128, 128, 8, 2), BackwardTiles(Tiles(64, 64, 8, 2), Tiles(128, 64, 8, 2))),

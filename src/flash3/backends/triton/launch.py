@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 from ...problem import DType, Problem, Request
 from ...sequences import Dense, Packed, Padded, Paged, SequenceKind, Sequences
-from ..base import Gradients, Saved
+from ..base import ROW_ALIGNMENT_BYTES, Gradients, Saved
 from . import backward as backward_kernels
 from . import forward as forward_kernels
 from . import heuristics
@@ -22,7 +23,6 @@ WITHOUT_SOFTCAP = 2.0**64
 LARGEST_FLOAT32 = 3.4e38
 WIDE = 1 << 31
 FIRST_WITH_TMA = (9, 0)
-TMA_ALIGNMENT_BYTES = 16
 COARSE = {DType.FP32: 64.0, DType.FP16: 1024.0, DType.BF16: 8192.0}
 """Up to here float32 holds an LSE well enough for gradients of this type."""
 
@@ -30,28 +30,22 @@ COARSE = {DType.FP32: 64.0, DType.FP16: 1024.0, DType.BF16: 8192.0}
 def rows_of(x: Any, layout: Sequences) -> Rows:
     """A tensor ((row,) slot, head, column)."""
     row, slot, head = (0, *x.stride()[:2]) if isinstance(layout, Packed) else x.stride()[:3]
-    if slot <= 0 or row % slot or (head % slot and head * (x.shape[-2] - 1) + x.shape[-1] > slot):
-        return Rows(x, row, slot, head)
-    return Rows(x, row, slot, head, row // slot, *((head // slot, 0) if head % slot == 0 else (0, head)))
+    return Rows(x, row, slot, head, row // slot if slot > 0 and row % slot == 0 else 0)
 
 
 def descriptor(x: Rows, block: Block, problem: Problem) -> Any:
-    """A TMA descriptor of a tensor as a matrix (Rows), or None where TMA cannot read it so, or there is none."""
+    """A TMA descriptor of a tensor as Rows say, which gives zeros past column block.dim, or None where TMA cannot read it so."""
     t, bytes_each = x.start, x.start.element_size()
-    aligned = t.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and x.slot_stride * bytes_each % TMA_ALIGNMENT_BYTES == 0
-    column = x.tma_column * bytes_each % TMA_ALIGNMENT_BYTES == 0
-    described = x.slot_stride > 0 and (x.head_stride == 0 or x.tma_head + x.tma_column > 0) and (x.row_stride == 0 or x.tma_row > 0)
-    if capability_of(problem) < FIRST_WITH_TMA or block.page_size or block.dim < block.width or t.numel() == 0:
-        return None
-    if not (aligned and column and described):
+    if capability_of(problem) < FIRST_WITH_TMA or block.page_size or t.numel() == 0 or t.data_ptr() % ROW_ALIGNMENT_BYTES:
         return None
     *rows, slots, heads, _ = t.shape
-    count = (math.prod(rows) - 1) * x.tma_row + (heads - 1) * x.tma_head + slots
-    if count >= WIDE:
+    strides = x.head_stride if heads > 1 else x.slot_stride, x.slot_stride
+    slots += (math.prod(rows) - 1) * x.tma_row
+    if min(strides) <= 0 or math.gcd(*strides) * bytes_each % ROW_ALIGNMENT_BYTES or (x.row_stride and not x.tma_row) or slots >= WIDE:
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(t, [count, (heads - 1) * x.tma_column + block.dim], [x.slot_stride, 1], [block.block, block.width])
+    return TensorDescriptor(t, [heads, slots, block.dim], [*strides, 1], [1, block.block, block.width])
 
 
 def lse_rows(x: Any, layout: Sequences) -> Rows:
@@ -105,15 +99,22 @@ def _float32(x: float) -> float:
     return max(-LARGEST_FLOAT32, min(LARGEST_FLOAT32, x))
 
 
-def kernel_spec(problem: Problem, tiles: Tiles, sign: int, wide: bool, pack: int = 1, splits: int = 1) -> KernelSpec:
+def kernel_spec(problem: Problem, tiles: Tiles, sign: int, tensors: tuple[Any, ...], pack: int = 1, splits: int = 1) -> KernelSpec:
+    """tensors: all that the kernel reads or writes by tiles."""
+    return _kernel_spec(problem, tiles, sign, is_wide(*tensors), alignment(*tensors), pack, splits)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel_spec(problem: Problem, tiles: Tiles, sign: int, wide: bool, align: int, pack: int, splits: int) -> KernelSpec:
+    """Kept: it would be a third of a launch's time on the host."""
     spec, page_size = problem.spec, problem.sizes.page_size
     d, dv = spec.head_dim, spec.value_dim
     width, value_width = heuristics.width_of(d), heuristics.width_of(dv)
     return KernelSpec(
-        queries=Block(block=tiles.rows, dim=d, width=width, wide=wide),
-        keys=Block(block=tiles.keys, dim=d, width=width, page_size=page_size, wide=wide),
-        values=Block(block=tiles.keys, dim=dv, width=value_width, page_size=page_size, wide=wide),
-        outputs=Block(block=tiles.rows, dim=dv, width=value_width, wide=wide),
+        queries=Block(block=tiles.rows, dim=d, width=width, wide=wide, align=align),
+        keys=Block(block=tiles.keys, dim=d, width=width, page_size=page_size, wide=wide, align=align),
+        values=Block(block=tiles.keys, dim=dv, width=value_width, page_size=page_size, wide=wide, align=align),
+        outputs=Block(block=tiles.rows, dim=dv, width=value_width, wide=wide, align=align),
         mask=MaskCode.of(problem.mask),
         heads_per_kv=spec.heads_per_kv,
         precision="ieee" if spec.dtype is DType.FP32 else "tf32",
@@ -142,6 +143,12 @@ def is_even(problem: Problem, tiles: Tiles) -> bool:
 def is_wide(*tensors: Any) -> bool:
     """Whether the rows of a tile of some tensor span 2³¹ elements or more."""
     return any(max(t.stride()) * heuristics.LARGEST_TILE >= WIDE for t in tensors)
+
+
+def alignment(*tensors: Any) -> int:
+    """What divides every stride of all of them, but the columns': the largest power of two of elements up to ROW_ALIGNMENT_BYTES."""
+    strides = (stride for t in tensors for n, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
+    return math.gcd(ROW_ALIGNMENT_BYTES // min(t.element_size() for t in tensors), *strides)
 
 
 def _numbers(request: Request, problem: Problem) -> tuple[Any, ...]:
@@ -191,7 +198,7 @@ def _forward(
     problem: Problem, tiles: Tiles, pack: int, splits: int, request: Request, out: Rows, lse: Rows | None, parts: Parts | None
 ) -> tuple[KernelSpec, Scales]:
     scales, sign = forward_scales(problem)
-    spec = kernel_spec(problem, tiles, sign, is_wide(request.k, request.v), pack, splits)
+    spec = kernel_spec(problem, tiles, sign, (request.q, request.k, request.v, out.start), pack, splits)
     k, v = rows_of(request.k, request.k_sequences), rows_of(request.v, request.k_sequences)
     blocks, heads = programs(problem, tiles, pack)
     forward_kernels.forward_kernel[(blocks * heads * problem.sizes.batch, splits)](
@@ -218,7 +225,7 @@ def prepare(problem: Problem, tiles: Tiles, request: Request, saved: Saved, grad
     """Fill stats: row_max, log_sum and delta, (3, *lse_shape)."""
     at, z = request.q_sequences, problem.sizes
     scales, sign = backward_scales(problem)
-    spec = kernel_spec(problem, tiles, sign, is_wide(request.k))
+    spec = kernel_spec(problem, tiles, sign, (request.q, request.k, saved.out, gradients.d_out))
     blocks, heads = programs(problem, tiles, pack=1)
     backward_kernels.prepare_kernel[(blocks * heads * z.batch,)](
         rows_of(request.q, at),
@@ -291,7 +298,8 @@ def _operands(problem: Problem, tiles: Tiles, request: Request, gradients: Gradi
     """q, k, v and d_out, the KernelSpec and the scales of a backward kernel."""
     at, at_keys = request.q_sequences, request.k_sequences
     scales, sign = backward_scales(problem)
-    spec = kernel_spec(problem, tiles, sign, is_wide(request.q, request.k, request.v, gradients.d_out))
+    made = (x for x in (gradients.dq, gradients.dk, gradients.dv) if x is not None)
+    spec = kernel_spec(problem, tiles, sign, (request.q, request.k, request.v, gradients.d_out, *made))
     queries, keys = (rows_of(request.q, at), rows_of(gradients.d_out, at)), (rows_of(request.k, at_keys), rows_of(request.v, at_keys))
     return (queries[0], *keys, queries[1]), spec, scales
 

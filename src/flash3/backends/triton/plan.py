@@ -17,7 +17,7 @@ from ... import tuned
 from ...plan import Plan
 from ...problem import DType, Problem, Request, ScaleKind, Spec, Task
 from ...sequences import Dense, Padded, Paged
-from ..base import Footprint, Gradients, Refusal, Saved, Support
+from ..base import ROW_ALIGNMENT_BYTES, Footprint, Gradients, Refusal, Saved, Support, unaligned
 from . import heuristics, space
 from .tiles import BackwardTiles, Tiles
 
@@ -47,7 +47,10 @@ class TritonBackend:
             return Refusal(reason)
         if importlib.util.find_spec("triton") is None:
             return Refusal("the package triton is not installed (pip install 'flash3[triton]')")
-        return Support("interpreted" if device.type == "cpu" else f"{problem.spec.dtype.value} kernels")
+        notes = ["interpreted" if device.type == "cpu" else f"{problem.spec.dtype.value} kernels"]
+        if copied := unaligned(problem):
+            notes.append(f"copies {', '.join(copied)}, whose rows do not start at multiples of {ROW_ALIGNMENT_BYTES} bytes")
+        return Support("; ".join(notes))
 
     def plan(self, problem: Problem, tiles: Any = None) -> Plan:
         """Forward: one launch, two where keys are split. Backward: three, four where dV has its own.
@@ -133,6 +136,21 @@ def _width(problem: Problem) -> int:
     return heuristics.width_of(max(problem.spec.head_dim, problem.spec.value_dim))
 
 
+def _aligned(t: Tensor) -> Tensor:
+    """A copy where rows do not start at multiples of ROW_ALIGNMENT_BYTES.
+
+    Kernels could load such rows number by number, but ptxas (of CUDA 12.8) optimizes that into wrong code for sm_90 (docs/performance.md).
+    """
+    step = ROW_ALIGNMENT_BYTES // t.element_size()
+    astray = t.data_ptr() % ROW_ALIGNMENT_BYTES or any(n > 1 and s % step for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
+    return t.clone(memory_format=torch.contiguous_format) if astray else t
+
+
+def _all_aligned(request: Request) -> Request:
+    q, k, v = (_aligned(t) for t in (request.q, request.k, request.v))
+    return request if (q is request.q and k is request.k and v is request.v) else replace(request, q=q, k=k, v=v)
+
+
 def _chosen(table: Callable[..., Any], problem: Problem, small: Any) -> Any:
     """The heuristic's choice of tiles; small ones where kernels are interpreted."""
     if interpreted():
@@ -177,6 +195,7 @@ class Forward:
             return
         from . import launch
 
+        request = _all_aligned(request)
         with _on(out.device):
             if self.splits == 1:
                 launch.forward(self.problem, self.tiles, self.pack, request, out, lse)
@@ -213,7 +232,7 @@ class Backward:
                 gradients.d_sink.zero_()
             return
         with _on(request.q.device):
-            self._launch(request, saved, gradients, nothing)
+            self._launch(_all_aligned(request), saved, replace(gradients, d_out=_aligned(gradients.d_out)), nothing)
 
     def _launch(self, request: Request, saved: Saved, gradients: Gradients, nothing: bool) -> None:
         from . import launch

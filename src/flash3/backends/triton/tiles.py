@@ -28,13 +28,16 @@ class BackwardTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One operand's tile: `block` rows of `dim` columns, zero-filled to `width`. page_size 0: no pages. wide: offsets need 64 bits."""
+    """One operand's tile: `block` rows of `dim` columns, zero-filled to `width`. page_size 0: no pages. wide: offsets need 64 bits.
+    align: all strides are multiples of so many elements.
+    """
 
     block: int
     dim: int
     width: int
     page_size: int = 0
     wide: bool = False
+    align: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +86,8 @@ class KernelSpec:
     pack: int = 1
     split: bool = False
     most_splits: int = 1
+
+    @property
+    def edges(self) -> bool:
+        """Whether any block may be seen in part."""
+        return self.mask.masked or not self.even
