@@ -302,9 +302,8 @@ def test_the_kernel_gets_the_same_arguments(name, stub, recalled):
         assert x.data_ptr() != y.data_ptr()
 
 
-@pytest.mark.parametrize("name", list(CALLS))
-def test_steps_of_a_repeated_call(name, stub):
-    CALLS[name]()
+def _steps(call: Any) -> list[str]:
+    """The functions of Python and C that a call goes through."""
     steps: list[str] = []
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -315,9 +314,16 @@ def test_steps_of_a_repeated_call(name, stub):
 
     sys.setprofile(count)
     try:
-        CALLS[name]()
+        call()
     finally:
         sys.setprofile(None)
+    return steps
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_steps_of_a_repeated_call(name, stub):
+    CALLS[name]()
+    steps = _steps(CALLS[name])
     assert len(steps) <= STEPS[name], steps
 
 
@@ -425,18 +431,7 @@ def test_steps_of_a_repeated_gradient(gradient_stub):
     for _ in range(2):
         out = flash3.attention(*dense)
         torch.autograd.grad(out, dense, torch.ones_like(out), retain_graph=True)
-    given, steps = torch.ones_like(out), []
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            steps.append(frame.f_code.co_name)
-        elif event == "c_call":
-            steps.append(argument.__name__)
-
-    sys.setprofile(count)
-    try:
-        torch.autograd.grad(out, dense, given)
-    finally:
-        sys.setprofile(None)
+    given = torch.ones_like(out)
+    steps = _steps(lambda: torch.autograd.grad(out, dense, given))
     begin = steps.index("backward")
     assert len(steps) - begin <= 34, steps[begin:]
