@@ -123,8 +123,9 @@ class Backward:
                 kernel(q, k, v, out, d_out, *rest)
             except Exception:
                 # The compiled function refuses pointers and strides that TMA cannot take, before it launches: no need to look first.
+                # (Columns that are apart come from hooks on saved tensors only.)
                 given = q, k, v, out, d_out
-                ready = [tma_ready(t) for t in given]
+                ready = [tma_ready(t if t.stride(-1) == 1 else t.contiguous()) for t in given]
                 if all(a is b for a, b in zip(ready, given, strict=True)):
                     raise
                 kernel(*ready, *rest)

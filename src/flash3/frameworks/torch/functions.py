@@ -57,16 +57,16 @@ def gradients(
     if d_out is None and d_lse is None:
         return [None] * len(needs)
     given = torch.zeros_like(out) if d_out is None else d_out
-    grads = _derivative(given, *inputs[:3])(given, d_lse, out, lse, needs, *inputs)
+    grads = _derivative(given, d_lse, *inputs[:3])(given, d_lse, out, lse, needs, *inputs)
     return [g if need else None for g, need in zip(grads, needs, strict=True)]
 
 
-def _derivative(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Sequence[Tensor]]:
+def _derivative(d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Sequence[Tensor]]:
     """How attention_backward is called. The short way is for a gradient of which nobody can want one: autograd then runs a backward
     without grad mode."""
     if torch.compiler.is_compiling():
         return operators.attention_backward
-    if torch.is_grad_enabled() or type(d_out) is not Tensor or not operators.unwatched(q, k, v):
+    if torch.is_grad_enabled() or not operators.plain(d_out, d_lse) or not operators.unwatched(q, k, v):
         return AttentionBackward.apply
     return operators.backward
 
@@ -86,7 +86,7 @@ class RememberedAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         out, lse, *tensors = ctx.saved_tensors
         path: DifferentiablePath = ctx.path
-        derive = path.gradient(d_out, tensors)
+        derive = path.gradient(d_out, d_lse, tensors)
         if derive is not None:
             assert d_out is not None
             needed = ctx.needs_input_grad
@@ -111,10 +111,10 @@ class DifferentiablePath:
     gradients: dict[Any, recall.GradientPath | None] = field(default_factory=dict)
     """By what decides, besides the call, which backend it is."""
 
-    def gradient(self, d_out: Tensor | None, tensors: list[Tensor]) -> recall.GradientPath | None:
+    def gradient(self, d_out: Tensor | None, d_lse: Tensor | None, tensors: list[Tensor]) -> recall.GradientPath | None:
         """The short way for this gradient, if it may be taken. tensors: like those of the call that was remembered."""
         q, k, v = tensors[:3]
-        if d_out is None or torch.is_grad_enabled() or type(d_out) is not Tensor or not operators.unwatched(q, k, v):
+        if d_out is None or torch.is_grad_enabled() or not operators.plain(d_out, d_lse) or not operators.unwatched(q, k, v):
             return None
         key = deciding(), dispatch.choose, len(dispatch.BACKENDS)
         if key not in self.gradients:

@@ -174,6 +174,15 @@ def unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
+def plain(*grads: Tensor | None) -> bool:
+    """Whether gradients that came are what they seem to be: no subclass, and no batch of many (`is_grads_batched`, which torch makes by
+    the vmap it had before torch.func)."""
+    for grad in grads:
+        if grad is not None and (type(grad) is not Tensor or torch._C._functorch.is_legacy_batchedtensor(grad)):
+            return False
+    return True
+
+
 def _attention(*flat: Any) -> Tensor:
     return forward(Arguments(*flat), lse=False)[0]
 
