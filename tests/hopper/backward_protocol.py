@@ -36,6 +36,7 @@ class Fault(enum.Enum):
     SENT_UNREAD = "a half of dQ given back before it is read"
     NO_READ_BARRIER = "a consumer in turn writes dS without waiting for the reader of what lay there"
     NO_LAST_TURN = "the first consumer keeps its last turn"
+    KEYS_NOT_COUNTED = "the barrier of the first Q does not count K's bytes"
     ARRIVAL_TOO_MANY = "the empty barriers of Q want one arrival too many"
 
 
@@ -48,6 +49,8 @@ class Protocol:
     do_stages: int = 2
     sender: bool = False
     in_turn: bool = False
+    early: bool = False
+    """K arrives on the barrier of the first Q, V on that of the first dO."""
     fault: Fault | None = None
 
 
@@ -80,12 +83,13 @@ class Shared:
 
 
 class Producer(Program):
-    """backward_io.produce."""
+    """backward_io.produce, or begin_tile and produce_begun."""
 
     def __init__(self, p: Protocol, shared: Shared):
         super().__init__()
-        for pipe in (shared.k, *shared.v):
-            self.load(pipe, 0)
+        if not p.early or p.blocks:
+            for pipe in (shared.k, *shared.v):
+                self.load(pipe, 0)
         for n in range(p.blocks):
             self.load(shared.q, n)
             self.load(shared.do, n)
@@ -118,9 +122,10 @@ class Consumer(Program):
     def __init__(self, p: Protocol, shared: Shared, me: int):
         super().__init__()
         self.p, self.shared, self.me = p, shared, me
-        self.wait(shared.k, 0)
-        for half in shared.v:
-            self.wait(half, 0)
+        if not p.early:
+            self.wait(shared.k, 0)
+            for half in shared.v:
+                self.wait(half, 0)
         for self.n in range(p.blocks):
             self.block()
         self.finish()
@@ -128,6 +133,8 @@ class Consumer(Program):
     def block(self) -> None:
         s = self.shared
         q, do = self.take(s.q), self.take(s.do)
+        for keys in (s.k, s.v[self.me]):
+            self.step(Op.READ, keys.content[0], 0)
         self.groups += [(q, s.k.content[0]), (do, s.v[self.me].content[0])]  # Sᵀ, dPᵀ
         self.wait_groups(0)
         self.write_ds(self.me)
@@ -263,7 +270,11 @@ def check(p: Protocol, every_order: bool = False) -> int:
         programs.append(Sender(p, shared))
     pipes = [shared.q, shared.do, shared.k, *shared.v]
     loads = {at: pipe.full[i] for pipe in pipes for i, at in enumerate(pipe.content)}
-    machine = Machine(programs, shared.variables, loads, {})
+    values = tuple(half.content[0] for half in shared.v)
+    joined = {shared.q.content[0]: (shared.k.content[0],), shared.do.content[0]: values} if p.early else {}
+    if p.fault is Fault.KEYS_NOT_COUNTED:
+        del joined[shared.q.content[0]]
+    machine = Machine(programs, shared.variables, loads, {}, joined=joined)
     successors = machine.successors if every_order else machine.fewer_successors
     states, ends = search(machine.start, successors, lambda state: is_over(machine, state, loads), machine.describe)
     for end in ends:

@@ -108,7 +108,8 @@ class Program:
 
 class Machine:
     """States begin with how far each program has come. full_of: the barrier of each stage that TMA fills; written_of: for each O buffer,
-    where it says how many warps have written it; source_of: for a stage that is filled from another stage, which one."""
+    where it says how many warps have written it; source_of: for a stage that is filled from another stage, which one; joined: for a stage
+    whose barrier other loads arrive at too, where those go."""
 
     def __init__(
         self,
@@ -117,10 +118,12 @@ class Machine:
         full_of: dict[int, int],
         written_of: dict[int, int],
         source_of: dict[int, int] | None = None,
+        joined: dict[int, tuple[int, ...]] | None = None,
     ):
         self.programs = [tuple(program.steps) for program in programs]
         self.names, self.start = variables.names, tuple(variables.start)
         self.full_of, self.written_of, self.source_of = full_of, written_of, source_of or {}
+        self.joined = joined or {}
 
     def is_over(self, state: State) -> bool:
         """Every program, and every load and store."""
@@ -143,7 +146,7 @@ class Machine:
             if state[actor] < len(program):
                 yield from self.after(state, actor, program[state[actor]])
         for at, full in self.full_of.items():
-            if state[at] < 0:  # its bytes arrive
+            if state[at] < 0 and all(state[other] >= 0 for other in self.joined.get(at, ())):  # its bytes arrive, the last of the phase
                 yield with_changes(state, (at, ~state[at]), (full, state[full] ^ 1))
         for at in self.written_of:
             if state[at]:  # TMA has read O

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.backward_configurations import BACKWARD
-from flash3.backends.hopper.backward_tiles import Order, Split
+from flash3.backends.hopper.backward_tiles import Order, Split, starts_early
 
 from . import roles_protocol
 from .backward_protocol import Fault, Protocol, check
@@ -21,8 +21,15 @@ KEYS, SENT = Protocol(blocks=3), Protocol(blocks=3, sender=True)
 def protocols() -> set[Protocol]:
     """What differs among the configurations whose consumers share keys, with more blocks than a ring holds."""
     return {
-        Protocol(blocks=t.q_stages + 1, q_stages=t.q_stages, do_stages=t.do_stages, sender=t.has_sender, in_turn=t.order is Order.IN_TURN)
-        for _, t in BACKWARD.values()
+        Protocol(
+            blocks=t.q_stages + 1,
+            q_stages=t.q_stages,
+            do_stages=t.do_stages,
+            sender=t.has_sender,
+            in_turn=t.order is Order.IN_TURN,
+            early=starts_early(s, t),
+        )
+        for s, t in BACKWARD.values()
         if t.split is Split.KEYS
     }
 
@@ -65,6 +72,7 @@ FAULTS = [
     (Fault.SENT_UNREAD, SENT, "dQ half"),
     (Fault.NO_READ_BARRIER, IN_TURN, "dS"),
     (Fault.NO_LAST_TURN, IN_TURN, "deadlock"),
+    (Fault.KEYS_NOT_COUNTED, replace(KEYS, early=True), "K0 holds -1 and not 0"),
     (Fault.ARRIVAL_TOO_MANY, replace(KEYS, q_stages=1), "deadlock"),
 ]
 
