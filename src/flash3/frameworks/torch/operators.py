@@ -177,7 +177,7 @@ def unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def plain(*grads: Tensor | None) -> bool:
     """Whether gradients that came are what they seem to be: no subclass, and no batch of many (`is_grads_batched`, which torch makes by
     the vmap it had before torch.func)."""
-    for grad in grads:
+    for grad in grads:  # noqa: SIM110 (a generator costs more than the rest)
         if grad is not None and (type(grad) is not Tensor or torch._C._functorch.is_legacy_batchedtensor(grad)):
             return False
     return True
