@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Iterator
@@ -473,6 +474,21 @@ def test_no_tensor_is_kept(gradient_stub):
     del dense, out
     gc.collect()
     assert [ref() for ref in kept] == [None] * 4
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_gradient_in_another_thread_has_the_backend_of_its_forward(calls, gradient_stub, monkeypatch):
+    """As autograd's threads on a GPU, to which an override of the caller's thread does not reach."""
+    dense, asked = [x.detach().requires_grad_() for x in HALF], []
+    with flash3.settings.override(backend="stub"):
+        for _ in range(calls):
+            out = flash3.attention(*dense)
+    choose = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda problem, backend=None: (asked.append(backend), choose(problem, backend))[1])
+    thread = threading.Thread(target=torch.autograd.grad, args=(out.sum(), dense))
+    thread.start()
+    thread.join()
+    assert asked == ["stub"]
 
 
 def test_steps_of_a_repeated_gradient(gradient_stub):

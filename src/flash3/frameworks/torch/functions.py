@@ -125,7 +125,7 @@ class DifferentiablePath:
     @staticmethod
     def of(forward: recall.Path, a: Arguments, return_lse: bool) -> recall.Path:
         names = [name for name, value in a._asdict().items() if isinstance(value, Tensor)]
-        rest = a._replace(**dict.fromkeys(names))  # type: ignore[arg-type]
+        rest = a.with_backend()._replace(**dict.fromkeys(names))  # type: ignore[arg-type]
         # Function.apply itself first looks for what a guard has excluded (transforms of torch.func), for a third of its time.
         apply = super(torch.autograd.Function, RememberedAttention).apply
         return functools.partial(apply, DifferentiablePath(forward, names, rest, return_lse))
@@ -158,6 +158,8 @@ def run(arguments: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor
     tracked = (a.q, a.k, a.v) if a.sink is None else (a.q, a.k, a.v, a.sink)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tracked):
         check_differentiable(DTYPES.get(a.q.dtype, str(a.q.dtype)), a.qv is not None)
+        if not torch.compiler.is_compiling():
+            a = a.with_backend()
         if not torch.compiler.is_compiling() and operators.unwatched(a.q, a.k, a.v):
             operators.backward_plan(a)  # a gradient that no backend has is refused now, not in the middle of training
         out, lse = Attention.apply(*(_apart(a) if torch.compiler.is_compiling() else a), return_lse)

@@ -17,7 +17,7 @@ from ...mask import FULL, Mask
 from ...plan import Plan
 from ...problem import Request, Task, check_values
 from ...sequences import Dense, Packed, Padded, Paged, Sequences
-from ...settings import settings
+from ...settings import current, settings
 from .describe import DTYPES
 from .plans import prepared, undisturbed
 
@@ -95,6 +95,11 @@ class Arguments(NamedTuple):
             if value is not None and (value.layout is not torch.strided or value.is_nested):
                 kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
                 raise TypeError(f"{self._fields[i]} must be a tensor with strides, got a {kind} one")
+
+    def with_backend(self) -> Arguments:
+        """With the backend that the settings name here, if the call names none: a gradient may be taken in one of autograd's own threads,
+        where an override of this thread does not reach."""
+        return self if self.backend is not None else self._replace(backend=current("backend"))
 
     def _queries(self) -> Sequences:
         if self.cu_seqlens_q is not None:
