@@ -396,6 +396,7 @@ def _gradients_of(name: str) -> Any:
     wanted, call = {
         "dense": (dense, lambda: flash3.attention(*dense, mask=CAUSAL)),
         "keys alone": (dense[1:2], lambda: flash3.attention(dense[0].detach(), dense[1], dense[2].detach())),
+        "a fixed sink": (dense, lambda: flash3.attention(*dense, sink=SINK)),
         "sink": ([*dense, sink], lambda: flash3.attention(*dense, sink=sink)),
         "lse": (dense, lambda: flash3.attention(*dense, return_lse=True)),
         "packed": (packed, lambda: flash3.attention_varlen(*packed, STARTS, STARTS, 50, 50)),
@@ -409,7 +410,7 @@ def _gradients_of(name: str) -> Any:
     return derive
 
 
-@pytest.mark.parametrize("name", ["dense", "keys alone", "sink", "lse", "packed"])
+@pytest.mark.parametrize("name", ["dense", "keys alone", "a fixed sink", "sink", "lse", "packed"])
 def test_the_gradient_comes_by_the_same_arguments(name, gradient_stub, recalled, monkeypatch):
     """By Requests, the first time; by what was decided then, the second and third time; but for tensors that are new each time."""
     derive = _gradients_of(name)

@@ -90,7 +90,7 @@ class RememberedAttention(torch.autograd.Function):
         if derive is not None:
             assert d_out is not None
             needed = ctx.needs_input_grad
-            all_grads = derive(operators.rows(d_out), d_lse, out, lse, tensors)
+            all_grads = derive(operators.rows(d_out), d_lse, out, lse, tensors, any(needed[4:5]))  # a sink comes fourth
             found = [g if need else None for g, need in zip(all_grads, needed[1:], strict=False)]
             return (None, *found, *[None] * (len(tensors) - len(found)))
         inputs = path.rest._replace(**dict(zip(path.names, tensors, strict=True)))  # type: ignore[arg-type]

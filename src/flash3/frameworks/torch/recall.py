@@ -38,8 +38,8 @@ Said = tuple[Any, ...] | None
 Result = Tensor | tuple[Tensor, Tensor]
 Path = Callable[..., Result]
 """What finishes a call: takes its tensors, returns what the public function does."""
-GradientPath = Callable[[Tensor, Tensor | None, Tensor, Tensor, Sequence[Tensor]], list[Tensor]]
-"""(d_out, d_lse, out, lse, the call's tensors) → gradients of q, k, v and, where there is one, the sink."""
+GradientPath = Callable[[Tensor, Tensor | None, Tensor, Tensor, Sequence[Tensor], bool], list[Tensor]]
+"""(d_out, d_lse, out, lse, the call's tensors, whether the sink's is wanted) → gradients of q, k, v, and the sink's if it is wanted."""
 Allocate = Callable[[], Tensor]
 Guard = Callable[..., bool]
 """Whether a call's tensors are like those of the one that was remembered."""
@@ -194,8 +194,8 @@ def _forward(a: Arguments, lse: bool) -> Path | None:
 
 
 def gradient(a: Arguments) -> GradientPath | None:
-    """Allocate and launch the backward of a call; gives out dq, dk, dv, and d_sink if there is a sink. None: the backend has no way
-    without a Request.
+    """Allocate and launch the backward of a call; gives out dq, dk, dv, and d_sink if it is wanted. None: the backend has no way without
+    a Request.
 
     Raises:
         NotImplementedError: no backend has the gradient.
@@ -205,19 +205,22 @@ def gradient(a: Arguments) -> GradientPath | None:
     launch = None if ready.plan.prepare is None else ready.plan.prepare(request)
     if launch is None:
         return None
-    new = [_allocator(tuple(t.shape), t.dtype, device) for t in (a.q, a.k, a.v, a.sink) if t is not None]
+    new = [_allocator(tuple(t.shape), t.dtype, device) for t in (a.q, a.k, a.v)]
+    new_d_sink = None if a.sink is None else _allocator(tuple(a.sink.shape), a.sink.dtype, device)
     index, current_device = (device.index, torch._C._cuda_getDevice) if device.type == "cuda" else (None, _no_device)
     pick = _picker(a)
 
-    def run(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def run(
+        d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], wants_sink: bool
+    ) -> list[Tensor]:  # fmt: skip
         if current_device() != index:
             with torch.cuda.device(device):
-                return run(d_out, d_lse, out, lse, tensors)
+                return run(d_out, d_lse, out, lse, tensors, wants_sink)
         grads = [allocate() for allocate in new]
+        d_sink = new_d_sink() if wants_sink and new_d_sink is not None else None
         sink, *arrays = pick(tuple(tensors))
-        dq, dk, dv, d_sink = grads if len(grads) > 3 else (*grads, None)
-        launch(*tensors[:3], out, d_out, lse, d_lse, sink, dq, dk, dv, d_sink, *arrays)
-        return grads
+        launch(*tensors[:3], out, d_out, lse, d_lse, sink, *grads, d_sink, *arrays)
+        return grads if d_sink is None else [*grads, d_sink]
 
     return run
 
