@@ -130,7 +130,8 @@ def is_ranked(spec: BackwardSpec, tiles: BackwardTiles) -> bool:
 
 STATISTICS_TAIL = 4
 """32-bit words behind the L of a block's rows: whether some of them have a second part, the block's share of the sink's gradient, how many
-key tiles have added to the block's dQ (DqPath.ORDERED), and in the first record the counter of backward_schedule."""
+key tiles have added to the block's dQ (DqPath.ORDERED), and in the first record the counter of backward_schedule, in a column's that of
+backward_behind."""
 TURN_WORD, COUNTER_WORD = 2, 3
 """The last two."""
 
