@@ -13,15 +13,25 @@ ROW_ALIGNMENT_BYTES = 16
 """Where rows begin at multiples of this, one instruction loads so much, and TMA can read them."""
 
 
-def unaligned(problem: Problem) -> list[str]:
-    """Those of q, k and v with rows that do not start at multiples of ROW_ALIGNMENT_BYTES."""
-    return [name for name, t in (("q", problem.q), ("k", problem.k), ("v", problem.v)) if not _is_aligned(t)]
+def copied_rows(problem: Problem) -> list[str]:
+    """A note where a backend that wants rows to start at multiples of ROW_ALIGNMENT_BYTES copies q, k or v."""
+    copied = [name for name, t in (("q", problem.q), ("k", problem.k), ("v", problem.v)) if not _is_aligned(t)]
+    return [f"copies {', '.join(copied)}, whose rows do not start at multiples of {ROW_ALIGNMENT_BYTES} bytes"] if copied else []
 
 
 def _is_aligned(t: TensorInfo) -> bool:
-    """The stride of a dimension of size 1 is never used."""
-    step = ROW_ALIGNMENT_BYTES // (t.dtype.bytes if isinstance(t.dtype, DType) else 1)
-    return t.aligned and all(n <= 1 or s % step == 0 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))
+    return t.aligned and rows_are_apart(t.shape, t.strides, t.dtype.bytes if isinstance(t.dtype, DType) else 1)
+
+
+def starts_aligned(t: Any) -> bool:
+    """Whether every row of a tensor starts at a multiple of ROW_ALIGNMENT_BYTES."""
+    return t.data_ptr() % ROW_ALIGNMENT_BYTES == 0 and rows_are_apart(t.shape, t.stride(), t.element_size())
+
+
+def rows_are_apart(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
+    """By multiples of ROW_ALIGNMENT_BYTES. The stride of a dimension of size 1 is never used."""
+    step = ROW_ALIGNMENT_BYTES // element_bytes
+    return all(n <= 1 or s % step == 0 for n, s in zip(shape[:-1], strides[:-1], strict=True))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...sequences import Dense, Packed, Padded, SequenceKind, Sequences
+from ..base import ROW_ALIGNMENT_BYTES, starts_aligned
 from .tiles import DENSE, SequenceLayout
 
-TMA_ALIGNMENT_BYTES = 16
 BOX_BYTES = 128
 """The widest part of a row that TMA brings at once, where the tile's rows are a multiple of it."""
 
@@ -40,20 +40,28 @@ def arrays_of(sequences: Sequences) -> tuple[Tensor | None, ...] | None:
 
 def is_straight(strides: tuple[int, ...], element_bytes: int) -> bool:
     """Whether TMA takes these strides as they are."""
-    step = TMA_ALIGNMENT_BYTES // element_bytes
+    step = ROW_ALIGNMENT_BYTES // element_bytes
     return strides[-1] == 1 and all(stride % step == 0 for stride in strides[:-1])
 
 
 def tma_ready(t: Tensor) -> Tensor:
-    """As TMA can read it: a copy only where rows do not start at multiples of 16 bytes."""
-    step = TMA_ALIGNMENT_BYTES // t.element_size()
-    if t.data_ptr() % TMA_ALIGNMENT_BYTES or any(s % step and n > 1 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)):
+    """As TMA can read it: a copy only where rows do not start at multiples of 16 bytes, or columns are apart (which only a hook on saved
+    tensors can bring about)."""
+    if t.stride(-1) != 1 or not starts_aligned(t):
         return t.clone(memory_format=torch.contiguous_format)
     if is_straight(t.stride(), t.element_size()):
         return t
+    step = ROW_ALIGNMENT_BYTES // t.element_size()
     # Dimensions of size 1 may carry any stride; the kernel wants one that TMA could use.
     strides = [s if n > 1 else step * max(1, t.shape[-1]) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
     return t.as_strided(t.shape, (*strides, 1))
+
+
+def refused(*given: Tensor) -> list[Tensor] | None:
+    """Tensors that a compiled function has refused, as TMA can read them; None where nothing is wrong with them. It refuses pointers and
+    strides that TMA cannot take before it launches anything, so nobody has to look first."""
+    ready = [tma_ready(t) for t in given]
+    return None if all(a is b for a, b in zip(ready, given, strict=True)) else ready
 
 
 def needs_columns(columns: int, width: int, layout: SequenceLayout, element_bytes: int) -> bool:

@@ -15,7 +15,7 @@ from ...problem import Problem, Request
 from ...sequences import Packed, SequenceKind, Sequences
 from ..base import Gradients, Saved
 from . import backward_launch
-from .arguments import arrays_of, layout_of, needs_zeros, packed, tma_ready, with_columns
+from .arguments import arrays_of, layout_of, needs_zeros, packed, refused, with_columns
 from .backward_tiles import BackwardSpec, BackwardTiles, is_ranked, statistics_words
 from .tiles import SequenceLayout
 
@@ -122,11 +122,8 @@ class Backward:
             try:
                 kernel(q, k, v, out, d_out, *rest)
             except Exception:
-                # The compiled function refuses pointers and strides that TMA cannot take, before it launches: no need to look first.
-                # (Columns that are apart come from hooks on saved tensors only.)
-                given = q, k, v, out, d_out
-                ready = [tma_ready(t if t.stride(-1) == 1 else t.contiguous()) for t in given]
-                if all(a is b for a, b in zip(ready, given, strict=True)):
+                ready = refused(q, k, v, out, d_out)
+                if ready is None:
                     raise
                 kernel(*ready, *rest)
             if d_sink is not None:

@@ -16,9 +16,9 @@ from ... import tuned
 from ...plan import Plan
 from ...problem import DType, Problem, Request, ScaleKind, Task
 from ...sequences import Padded, Paged, SequenceKind
-from ..base import Footprint, Refusal, Support, unaligned
+from ..base import Footprint, Refusal, Support, copied_rows
 from . import backward_budget, backward_plan, backward_space, budget, heuristics, launch, roles, space
-from .arguments import arrays_of, is_straight, layout_of, packed, tma_ready
+from .arguments import arrays_of, is_straight, layout_of, packed, refused, tma_ready
 from .backward_tiles import BackwardSpec, BackwardTiles
 from .tiles import SEQUENCE_LIMIT, ForwardSpec, ScaleSign, SequenceLayout, Tiles
 
@@ -56,8 +56,7 @@ class HopperBackend:
         if importlib.util.find_spec("cutlass") is None:
             return Refusal("the package nvidia-cutlass-dsl is not installed (pip install 'flash3[hopper]')")
         notes = [f"{spec.dtype.value} kernels"]
-        if copied := unaligned(problem):
-            notes.append(f"copies {', '.join(copied)}, whose rows do not start at multiples of 16 bytes")
+        notes += copied_rows(problem)
         if spec.k_sequences is SequenceKind.PAGED:
             notes.append("gathers the pages into a copy first: a kernel that reads pages is still to come")
         return Support("; ".join(notes))
@@ -226,9 +225,8 @@ class Forward:
             try:
                 kernel(q, k, v, out, lse, sink, work, q_arrays, k_arrays, numbers)
             except Exception:
-                # The compiled function refuses pointers and strides that TMA cannot take, before it launches: no need to look first.
-                ready = tma_ready(q), tma_ready(k), tma_ready(v)
-                if all(a is b for a, b in zip(ready, (q, k, v), strict=True)):
+                ready = refused(q, k, v)
+                if ready is None:
                     raise
                 kernel(*ready, out, lse, sink, work, q_arrays, k_arrays, numbers)
 

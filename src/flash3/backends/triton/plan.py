@@ -17,7 +17,7 @@ from ... import tuned
 from ...plan import Plan
 from ...problem import DType, Problem, Request, ScaleKind, Spec, Task
 from ...sequences import Dense, Padded, Paged
-from ..base import ROW_ALIGNMENT_BYTES, Footprint, Gradients, Refusal, Saved, Support, unaligned
+from ..base import Footprint, Gradients, Refusal, Saved, Support, copied_rows, starts_aligned
 from . import heuristics, space
 from .tiles import BackwardTiles, Tiles
 
@@ -48,8 +48,7 @@ class TritonBackend:
         if importlib.util.find_spec("triton") is None:
             return Refusal("the package triton is not installed (pip install 'flash3[triton]')")
         notes = ["interpreted" if device.type == "cpu" else f"{problem.spec.dtype.value} kernels"]
-        if copied := unaligned(problem):
-            notes.append(f"copies {', '.join(copied)}, whose rows do not start at multiples of {ROW_ALIGNMENT_BYTES} bytes")
+        notes += copied_rows(problem)
         return Support("; ".join(notes))
 
     def plan(self, problem: Problem, tiles: Any = None) -> Plan:
@@ -137,13 +136,11 @@ def _width(problem: Problem) -> int:
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """A copy where rows do not start at multiples of ROW_ALIGNMENT_BYTES.
+    """A copy where rows do not start at multiples of 16 bytes.
 
     Kernels could load such rows number by number, but ptxas (of CUDA 12.8) optimizes that into wrong code for sm_90 (docs/performance.md).
     """
-    step = ROW_ALIGNMENT_BYTES // t.element_size()
-    astray = t.data_ptr() % ROW_ALIGNMENT_BYTES or any(n > 1 and s % step for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
-    return t.clone(memory_format=torch.contiguous_format) if astray else t
+    return t if starts_aligned(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 def _all_aligned(request: Request) -> Request:
