@@ -62,13 +62,15 @@ def gradients(
 
 
 def _derivative(d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Sequence[Tensor]]:
-    """How attention_backward is called. The short way is for a gradient of which nobody can want one: autograd then runs a backward
-    without grad mode."""
+    """How attention_backward is called."""
     if torch.compiler.is_compiling():
         return operators.attention_backward
-    if torch.is_grad_enabled() or not operators.plain(d_out, d_lse) or not operators.unwatched(q, k, v):
-        return AttentionBackward.apply
-    return operators.backward
+    return operators.backward if _is_last(d_out, d_lse, q, k, v) else AttentionBackward.apply
+
+
+def _is_last(d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nobody can want a gradient of this one, nor watches it: autograd then runs a backward without grad mode."""
+    return not torch.is_grad_enabled() and operators.plain(d_out, d_lse) and operators.unwatched(q, k, v)
 
 
 class RememberedAttention(torch.autograd.Function):
@@ -113,8 +115,7 @@ class DifferentiablePath:
 
     def gradient(self, d_out: Tensor | None, d_lse: Tensor | None, tensors: list[Tensor]) -> recall.GradientPath | None:
         """The short way for this gradient, if it may be taken. tensors: like those of the call that was remembered."""
-        q, k, v = tensors[:3]
-        if d_out is None or torch.is_grad_enabled() or not operators.plain(d_out, d_lse) or not operators.unwatched(q, k, v):
+        if d_out is None or not _is_last(d_out, d_lse, *tensors[:3]):
             return None
         key = deciding(), dispatch.choose, len(dispatch.BACKENDS)
         if key not in self.gradients:
@@ -158,11 +159,13 @@ def run(arguments: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor
     tracked = (a.q, a.k, a.v) if a.sink is None else (a.q, a.k, a.v, a.sink)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tracked):
         check_differentiable(DTYPES.get(a.q.dtype, str(a.q.dtype)), a.qv is not None)
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            out, lse = Attention.apply(*_apart(a), return_lse)
+        else:
             a = a.with_backend()
-        if not torch.compiler.is_compiling() and operators.unwatched(a.q, a.k, a.v):
-            operators.backward_plan(a)  # a gradient that no backend has is refused now, not in the middle of training
-        out, lse = Attention.apply(*(_apart(a) if torch.compiler.is_compiling() else a), return_lse)
+            if operators.unwatched(a.q, a.k, a.v):
+                operators.backward_plan(a)  # a gradient that no backend has is refused now, not in the middle of training
+            out, lse = Attention.apply(*a, return_lse)
         return (out, lse) if return_lse else out
     return run_without_gradient(a, return_lse)
 

@@ -164,7 +164,7 @@ def _forward(a: Arguments, lse: bool) -> Path | None:
         return _by_request(ready, request) if dense and a.sink is None else None
     new_out = _allocator(ready.out_shape, ready.out_dtype, device)
     new_lse = None if ready.lse_shape is None else _allocator(ready.lse_shape, torch.float32, device)
-    index, current_device = (device.index, torch._C._cuda_getDevice) if device.type == "cuda" else (None, _no_device)
+    index, current_device = _current(device)
     pick = _picker(a)
 
     def dense_without_lse(q: Tensor, k: Tensor, v: Tensor) -> Result:
@@ -207,7 +207,7 @@ def gradient(a: Arguments) -> GradientPath | None:
         return None
     new = [_allocator(tuple(t.shape), t.dtype, device) for t in (a.q, a.k, a.v)]
     new_d_sink = None if a.sink is None else _allocator(tuple(a.sink.shape), a.sink.dtype, device)
-    index, current_device = (device.index, torch._C._cuda_getDevice) if device.type == "cuda" else (None, _no_device)
+    index, current_device = _current(device)
     pick = _picker(a)
 
     def run(
@@ -223,6 +223,11 @@ def gradient(a: Arguments) -> GradientPath | None:
         return grads if d_sink is None else [*grads, d_sink]
 
     return run
+
+
+def _current(device: torch.device) -> tuple[int | None, Callable[[], int | None]]:
+    """A device's index, and what to ask which one is current."""
+    return (device.index, torch._C._cuda_getDevice) if device.type == "cuda" else (None, _no_device)
 
 
 def _no_device() -> None:
